@@ -38,6 +38,8 @@ Tensor = TypeVar("Tensor", bound=torch.Tensor)
 
 AddProduct = Callable[[torch.Tensor, torch.Tensor], None]
 """Adds ``rows^T inputs``, for rows [n, output_size] and inputs [n, input_size], to a weight gradient."""
+InitialValues = Callable[[torch.Tensor], torch.Tensor]
+"""Function from independent standard normal values in fp32 to the initial values of a parameter, element by element."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,7 @@ class ParamInfo:
         is_expert: an expert weight, which only some ranks of the data-parallel group have. Its gradient is
             excluded from the all-reduce over the replicas; the optimizer reduces it over the ranks with the expert.
         is_uninitialized: the values are not set yet; ``megatron.models.common.parameters`` draws them by name.
+        initial_values: distribution of the values to draw; None: normal, scaled by the rule of the model.
         add_product: accumulates the gradient in place (``tds.linear_function``); None: autograd accumulates it.
     """
 
@@ -158,6 +161,7 @@ class ParamInfo:
     has_partial_grad: bool = False
     is_expert: bool = False
     is_uninitialized: bool = False
+    initial_values: InitialValues | None = None
     add_product: AddProduct | None = None
 
 

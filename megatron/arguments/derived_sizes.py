@@ -1,4 +1,4 @@
-"""Sizes that follow from other sizes: micro-batch and accumulation from the global batch, chunks from layers."""
+"""Sizes that follow from others: micro-batch and accumulation from the global batch, layers from a pattern, chunks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from typing import Any
 
 from megatron.arguments.scan import Scan
 from megatron.config.batch import BatchConfig
+from megatron.config.layer_types import PIPELINE_BOUND, parse_pattern
 from megatron.config.model import ModelConfig
+from megatron.config.pipeline_layout import FLAG as LAYOUT_FLAG
 from megatron.models.registry import FAMILIES
 
 GLOBAL_BATCH_FIELD = "requested_global_batch_size"
@@ -95,6 +97,36 @@ def _disagreement(scanned: Scan, total: int, micro: int, gas: int, d: int, repli
 
 def _origin(scanned: Scan, name: str) -> str:
     return scanned.spelling.get(name, JSON_KEYS[name])
+
+
+def resolve_layer_pattern(scanned: Scan, explicit: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the number of layers and the pipeline layout of --hybrid-layer-pattern, and the pattern without bounds.
+
+    The bounds ``|`` have no effect without a pipeline. A contradiction is added to ``scanned.problems``; an invalid
+    pattern is reported by ``megatron.config.recurrent``.
+
+    Args:
+        explicit: field -> value of flags and JSON.
+        defaults: field -> value of the sources of defaults.
+    """
+    merged = {**defaults, **explicit}
+    pattern = merged.get("hybrid_layer_pattern", "")
+    try:
+        letters = parse_pattern(pattern)
+    except ValueError:
+        return {}
+    values: dict[str, Any] = {"hybrid_layer_pattern": letters}
+    if "num_layers" not in explicit:
+        values["num_layers"] = len(letters)
+    if PIPELINE_BOUND in pattern and merged.get("pipe_parallel_size", 1) > 1:
+        stages = PIPELINE_BOUND.join("t" * len(stage) for stage in pattern.split(PIPELINE_BOUND))
+        values["pipeline_layout"] = f"E{stages}L"
+        if merged.get("pipeline_layout"):
+            scanned.problems.append(
+                f"{LAYOUT_FLAG} cannot be combined with | in --hybrid-layer-pattern, got {merged['pipeline_layout']!r} "
+                f"and {pattern!r}. Remove one of them"
+            )
+    return values
 
 
 FLAG = "--num-layers-per-virtual-pipeline-stage"

@@ -11,7 +11,7 @@ from typing import Any
 from megatron import accelerators
 from megatron.arguments import deepspeed_json, messages, model_choice, other_programs, translate
 from megatron.arguments.collect import CheckpointArgs, collect
-from megatron.arguments.derived_sizes import resolve_batch_size, resolve_chunks
+from megatron.arguments.derived_sizes import resolve_batch_size, resolve_chunks, resolve_layer_pattern
 from megatron.arguments.extra_flags import ExtraArgs, ExtraFlags
 from megatron.arguments.flag_values import all_options, config_from_values
 from megatron.arguments.help import HELP_FLAGS, help_text
@@ -89,7 +89,9 @@ def parse(
     implicit = {name: setting.value for name, setting in settings.items() if setting.source.is_default}
 
     # Derive the sizes and lengths that follow from others.
-    derived = resolve_batch_size(scanned, explicit, implicit, world_size) | resolve_chunks(scanned, explicit, implicit)
+    derived = resolve_batch_size(scanned, explicit, implicit, world_size)
+    derived |= resolve_layer_pattern(scanned, explicit, implicit)
+    derived |= resolve_chunks(scanned, {**explicit, **derived}, implicit)
     values = {**implicit, **explicit, **derived}
     limits = translate.resolve_lengths(scanned, values, world_size)
     translate.resolve_dependent_settings(scanned, values, choice.family)

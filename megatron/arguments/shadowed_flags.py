@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from megatron import object_store
 from megatron.config.config import Config
 from megatron.config.decoder import has_window
-from megatron.config.experts import AUX_LOSS, FIELD_NAMES, NO_LOSS, expert_layers
+from megatron.config.experts import AUX_LOSS, FIELD_NAMES, NO_LOSS
 from megatron.config.latent_attention import LATENT_ONLY
+from megatron.config.layer_types import GATED_DELTA_NET, KIMI_DELTA, MAMBA2, MLP, layer_types, recurrent_mixers
+from megatron.config.recurrent import DELTA_MIXERS, LINEAR, MAMBA
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def _has_no_dense_layer(config: Config) -> bool:
     if not model.num_experts or "moe_ffn_hidden_size" not in config.explicit_fields:
         return False
     try:
-        return all(expert_layers(model.moe_layer_freq, model.num_layers))
+        return all(layer_type.feed_forward != MLP for layer_type in layer_types(model))
     except ValueError:
         return False
 
@@ -213,6 +215,23 @@ SHADOWS = (
         lambda config: config.model.multi_latent_attention and config.model.qk_norm == "none",
         "with --multi-latent-attention, the latents always have norms",
     ),
+    # recurrent layers
+    Shadow(
+        LINEAR,
+        lambda config: not recurrent_mixers(config.model) & DELTA_MIXERS,
+        "no layer has the mixer gated_delta_net or kimi_delta",
+    ),
+    Shadow(
+        ("linear_allow_neg_eigval",),
+        lambda config: recurrent_mixers(config.model) & DELTA_MIXERS == {KIMI_DELTA},
+        "only gated_delta_net has negative eigenvalues",
+    ),
+    Shadow(
+        ("linear_full_rank_gates", "linear_decay_limit"),
+        lambda config: recurrent_mixers(config.model) & DELTA_MIXERS == {GATED_DELTA_NET},
+        "only kimi_delta has these gates",
+    ),
+    Shadow(MAMBA, lambda config: MAMBA2 not in recurrent_mixers(config.model), "no layer has the mixer mamba2"),
     # data
     Shadow(
         ("mid_level_dataset_surplus",),

@@ -9,6 +9,7 @@ from megatron.arguments import run_checks, seq_length_checks, unused_flags
 from megatron.config import decoder, run_length
 from megatron.config.config import Config
 from megatron.config.experts import expert_rank_problems
+from megatron.config.layer_types import has_attention
 from megatron.config.option import is_derived, options_of
 from megatron.config.pipeline_layout import FLAG as LAYOUT_FLAG
 from megatron.config.pipeline_layout import num_layers, parse_layout
@@ -344,7 +345,7 @@ def _divisibility_problems(config: Config) -> Iterator[str]:
     model, t = config.model, config.parallel.model_parallel_size
     yield from _head_problems(config)
     split_sizes = {  # heads are never split, so any --kv-hidden-size fits if the number of heads does
-        "--num-attention-heads": model.num_attention_heads,
+        **({"--num-attention-heads": model.num_attention_heads} if has_attention(model) else {}),
         "--hidden-size": model.hidden_size,
         "--ff-hidden-size": model.ff_hidden_size,
     }

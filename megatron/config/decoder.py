@@ -14,7 +14,8 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from megatron.config import experts, latent_attention, layer_features, mtp
+from megatron.config import experts, latent_attention, layer_features, mtp, recurrent
+from megatron.config.branch_multipliers import MultiplierFeatures, multiplier_problems
 from megatron.config.experts import ExpertFeatures, expert_problems, layer_pattern
 from megatron.config.latent_attention import LatentFeatures, latent_problems
 from megatron.config.layer_features import (
@@ -24,8 +25,10 @@ from megatron.config.layer_features import (
     layer_feature_problems,
     unused_layer_features,
 )
+from megatron.config.layer_types import has_attention
 from megatron.config.mtp import MTPFeatures, mtp_problems
 from megatron.config.option import option
+from megatron.config.recurrent import RecurrentLayers, recurrent_problems, unused_recurrent_features
 
 _option = partial(option, family_kind="decoder", elsewhere="it is supported in decoders only; remove it")
 
@@ -61,7 +64,7 @@ def parse_factors(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures):
+class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures, RecurrentLayers, MultiplierFeatures):
     """Parts of a decoder; base of ``ModelConfig``."""
 
     num_query_groups: int = _option(
@@ -245,6 +248,7 @@ class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures
         if self.position_embedding_type == "learned":
             object.__setattr__(self, "position_embedding_type", LEARNED)
         super().__post_init__()
+        self._derive_recurrent_sizes()
 
     @property
     def mup_head_scale(self) -> float:
@@ -303,7 +307,7 @@ class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures
         changed = changed or self.value_size != getattr(self, "kv_hidden_size", 0)
         scores = self.softmax_scale or self.attn_logit_softcapping
         is_plain = self.position_embedding_type not in (ROPE, ALIBI) and not changed and not scores
-        is_plain = is_plain and not self.multi_latent_attention
+        is_plain = is_plain and not self.multi_latent_attention and not self.branch_multipliers
         return is_plain and self.num_query_groups == getattr(self, "num_attention_heads", 0)
 
 
@@ -317,9 +321,9 @@ REFITTED = (
     "rotary_attention_factor", "rotary_percent", "rotary_local_base", "alibi_bias_max", "window_size",
     "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping", "scale_embeddings",
     "clip_qkv", "embedding_multiplier", "residual_scale", "dim_model_base", "mup_base_hidden_size", "mup_base_head_dim",
-    *experts.REFITTED, *latent_attention.REFITTED, *layer_features.REFITTED, "rotary_short_factors",
-    "rotary_long_factors", "logit_scale", "attention_temperature_scale", "attention_temperature_floor",
-    "mtp_num_layers",
+    *experts.REFITTED, *latent_attention.REFITTED, *layer_features.REFITTED, *recurrent.REFITTED,
+    "rotary_short_factors", "rotary_long_factors", "logit_scale", "attention_temperature_scale",
+    "attention_temperature_floor", "mtp_num_layers", "branch_multipliers",
 )  # fmt: skip
 """Fields of ``IDENTITY`` that --finetune may change: the weights fit, but the outputs change."""
 ARCHITECTURE = (
@@ -330,8 +334,8 @@ ARCHITECTURE = (
     "normalization", "norm_bias", "layernorm_1p", "norm_placement", "embed_layernorm", "qk_norm", "add_qkv_bias",
     "window_size", "window_attn_skip_freq", "softmax_scale", "attn_logit_softcapping", "final_logit_softcapping",
     "scale_embeddings", "embedding_multiplier", "residual_scale", "clip_qkv", *experts.ARCHITECTURE,
-    *latent_attention.ARCHITECTURE, *layer_features.ARCHITECTURE, "parallel_residual", "logit_scale",
-    "attention_temperature_scale", "attention_temperature_floor",
+    *latent_attention.ARCHITECTURE, *layer_features.ARCHITECTURE, *recurrent.ARCHITECTURE, "parallel_residual",
+    "logit_scale", "attention_temperature_scale", "attention_temperature_floor", "branch_multipliers",
 )  # fmt: skip
 """Fields that ``--model`` sets: the parts of a decoder, without sizes and dropout."""
 BASE_WIDTHS = ("dim_model_base", "mup_base_hidden_size")
@@ -435,6 +439,8 @@ def feature_problems(config: Any) -> Iterator[str]:
     yield from mtp_problems(config)
     yield from _scale_problems(config)
     yield from latent_problems(model)
+    yield from recurrent_problems(config)
+    yield from multiplier_problems(model)
 
 
 def unused_features(config: Any) -> Iterator[str]:
@@ -480,6 +486,7 @@ def unused_features(config: Any) -> Iterator[str]:
             "token already attends to all previous tokens. Remove it, or raise --seq-length"
         )
     yield from unused_layer_features(model, explicit)
+    yield from unused_recurrent_features(model, explicit)
     if config.data.reset_position_ids and not model.has_position_ids:
         yield (
             f"--reset-position-ids has no effect with --position-embedding-type {model.position_embedding_type}, "
@@ -499,6 +506,8 @@ def window_notes(config: Any) -> Iterator[str]:
 
 
 def _group_problems(model: Any, t: int) -> Iterator[str]:
+    if not has_attention(model):
+        return
     heads = model.num_attention_heads
     counts = {"--num-query-groups": model.num_query_groups}
     if model.window_num_query_groups:

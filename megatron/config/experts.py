@@ -134,15 +134,6 @@ REFITTED = (
 """Fields that may differ when weights are loaded: the weights fit, but the outputs change."""
 
 
-def has_experts(model: Any, layer_idx: int) -> bool:
-    """Check if layer ``layer_idx``, counted from 0, has experts.
-
-    Raises:
-        ValueError: ``moe_layer_freq`` is invalid, or its list does not have one entry per layer.
-    """
-    return bool(model.num_experts) and expert_layers(model.moe_layer_freq, model.num_layers)[layer_idx]
-
-
 def expert_layers(text: str, num_layers: int) -> tuple[bool, ...]:
     """Return a bool per layer: True if ``text``, a value of ``moe_layer_freq``, assigns experts to it.
 
@@ -151,9 +142,14 @@ def expert_layers(text: str, num_layers: int) -> tuple[bool, ...]:
 
     Source: Megatron-LM's ``--moe-layer-freq``: a number, or an expression of lists.
     """
-    if re.fullmatch(r"\s*[1-9]\d*\s*", text):
-        return tuple(layer % int(text) == 0 for layer in range(num_layers))
+    if number := period(text):
+        return tuple(layer % number == 0 for layer in range(num_layers))
     return layer_pattern(text, num_layers)
+
+
+def period(text: str) -> int:
+    """Return N if ``text`` is a positive number N, otherwise 0."""
+    return int(text) if re.fullmatch(r"\s*[1-9]\d*\s*", text) else 0
 
 
 def layer_pattern(text: str, num_layers: int) -> tuple[bool, ...]:

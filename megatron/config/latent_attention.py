@@ -130,9 +130,9 @@ def latent_problems(model: Any) -> Iterator[str]:
     """Yield an error message for each setting in ``model``, a model section, that multi-latent attention excludes."""
     if not model.multi_latent_attention:
         return
-    if model.position_embedding_type != "rope":
+    if model.position_embedding_type not in ("rope", "none"):
         yield (
-            "--multi-latent-attention needs --position-embedding-type rope, got "
+            "--multi-latent-attention needs --position-embedding-type rope or none, got "
             f"{model.position_embedding_type}. Add it, or remove --multi-latent-attention"
         )
     if model.qk_pos_emb_head_dim % 2:

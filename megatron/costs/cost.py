@@ -24,10 +24,10 @@ from tds.schedule.simulate import candidate_schedules, has_split_backwards, in_f
 # One rank's work for one micro-batch in one unit (an embedding, layer, norm or head): matrix products, kernels, and
 # all-reduces over the tensor ranks.
 
-OPERATIONS = {"layer": 24, "experts": 30, "decoder": 34, "embedding": 6, "norm": 2, "head": 10}
+OPERATIONS = {"layer": 24, "experts": 30, "recurrent": 120, "decoder": 34, "embedding": 6, "norm": 2, "head": 10}
 """Approximate number of kernels in a unit's forward; backward has twice as many.
 
-A layer with experts has the kernels of ``layer`` and ``experts``.
+A layer with experts also has the kernels of ``experts``, a layer with a recurrent mixer those of ``recurrent``.
 """
 
 
@@ -176,8 +176,12 @@ class Costs(ABC):
         """True if tensors gathered over the context ranks are saved for backward instead of being gathered again."""
         return False
 
-    def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
-        """Return the bytes per collective over the context ranks in a layer's attention, summed over the ranks."""
+    def context_messages(self, samples: int, tensor: int, width: int, unit: int = 1) -> tuple[int, ...]:
+        """Return the bytes of each collective over the context ranks in the attention of ``unit``, over all ranks."""
+        return ()
+
+    def state_messages(self, samples: int, tensor: int, width: int, unit: int) -> tuple[int, ...]:
+        """Return the bytes of each all-gather over the context ranks in the recurrent mixer of ``unit``."""
         return ()
 
     def expert_messages(self, samples: int, tensor: int, width: int) -> list[tuple[int, ...]]:

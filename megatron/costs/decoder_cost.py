@@ -9,14 +9,16 @@ from itertools import accumulate
 from typing import Any, ClassVar, TypeVar
 
 from megatron.config.decoder import ALIBI, SEQUENTIAL, SHARED_NORM, has_sinks, window_pattern
-from megatron.config.experts import expert_layers
 from megatron.config.layer_features import LEARNABLE, VANILLA, has_rotary
+from megatron.config.layer_types import EXPERTS, MLP, NO_MLP, LayerType, has_attention, layer_types
+from megatron.config.recurrent import norm_placement_of
 from megatron.costs import memory
 from megatron.costs.cost import OPERATIONS, Costs, Product, SavedBytes, Shared, Work, flops_of, scores
 from megatron.costs.dimensions import Features, ModelDimensions, known_vocab_size
 from megatron.costs.expert_cost import ExpertCosts
 from megatron.costs.latent_cost import LatentCosts
 from megatron.costs.memory import BYTES, Memory, loss_bytes
+from megatron.costs.recurrent_cost import COSTS, RecurrentCosts
 from tds.partition import partition_balanced, partition_uniform_chunks
 from tds.schedule import LOOP
 
@@ -168,7 +170,7 @@ def mean_visible_keys(length: int, window: int = 0) -> float:
     return keys - keys**2 / (2 * length)
 
 
-_expert_layers, _window_pattern = lru_cache(expert_layers), lru_cache(window_pattern)
+_window_pattern = lru_cache(window_pattern)
 UnitValue = TypeVar("UnitValue")
 
 
@@ -206,6 +208,8 @@ def _is_gated(model: ModelDimensions) -> bool:
 # | ALiBi within documents | none | biases of w b a / t s^2 bytes per micro-batch |
 # | a window without ALiBi | none | a mask of s^2 bytes per stage |
 # | multi-latent attention | ``megatron.costs.latent_cost`` | ``megatron.costs.latent_cost`` |
+# | recurrent mixers | ``megatron.costs.recurrent_cost`` | ``megatron.costs.recurrent_cost`` |
+# | layers without a mixer or a feed-forward half | those of the other half | those of the other half |
 #
 # | D multi-token prediction layers | a layer, 2 h h, 3 norms each | 5 h more elements per token; D more logits |
 #
@@ -274,12 +278,24 @@ class DecoderCosts(Costs):
         return self if ranks == self.expert else replace(self, expert=ranks)
 
     @property
+    def layer_types(self) -> tuple[LayerType, ...]:
+        """The type of each layer."""
+        return layer_types(self.model)
+
+    @property
     def with_experts(self) -> tuple[bool, ...]:
         """For each layer, True if it has experts."""
-        model = self.model
-        return (
-            _expert_layers(model.moe_layer_freq, model.num_layers) if model.num_experts else (False,) * model.num_layers
-        )
+        return tuple(layer_type.feed_forward == EXPERTS for layer_type in self.layer_types)
+
+    @property
+    def has_attention(self) -> bool:
+        """True if any layer has attention; also in a model without layers."""
+        return has_attention(self.model)
+
+    def recurrent(self, layer: int) -> RecurrentCosts | None:
+        """Return the costs of the recurrent mixer of a layer, or None."""
+        mixer = self.layer_types[layer].recurrent_mixer
+        return COSTS[mixer](self.model) if mixer else None
 
     @property
     def layers_with_mtp(self) -> list[int]:
@@ -397,18 +413,22 @@ class DecoderCosts(Costs):
         """Number of parameters in one norm."""
         return self.num_norm_vectors * self.model.hidden_size
 
-    @property
-    def num_norms(self) -> int:
-        """Number of norms in a layer, excluding query and key norms."""
+    def num_norms(self, layer: int) -> int:
+        """Return the number of norms of a layer, excluding norms within its mixer."""
+        layer_type = self.layer_types[layer]
         num_shared = self.model.parallel_residual == SHARED_NORM
-        return (4 if self.model.norm_placement == "both" else 2) - num_shared
+        norms_per_half = 2 if norm_placement_of(self.model, layer_type) == "both" else 1
+        return norms_per_half * layer_type.num_halves - num_shared
 
     @property
     def visible_keys_by_layer(self) -> list[float]:
-        """Average number of keys that a query attends to in each layer, given the layer's window."""
+        """Average number of keys that a query of each layer attends to in the layer's window; 0 without attention."""
         model = self.model
         windows = [model.window_size if has_window else 0 for has_window in self.with_window]
-        return [mean_visible_keys(self.seq_length, window) for window in windows]
+        return [
+            mean_visible_keys(self.seq_length, window) if layer_type.has_attention else 0.0
+            for window, layer_type in zip(windows, self.layer_types, strict=True)
+        ]
 
     @property
     def unit_names(self) -> list[str]:
@@ -421,9 +441,10 @@ class DecoderCosts(Costs):
     def unit_costs(self) -> list[float]:
         model, h = self.model, self.model.hidden_size
         layers = [
-            flops_of(self._attention_products(idx, 1, 1, 1))
+            flops_of(self._mixer_products(idx, 1, 1, 1))
             + self._feed_forward_flops(idx)
             + 2 * keys * self._score_width
+            + self._state_cost(idx)
             for idx, keys in enumerate(self.visible_keys_by_layer)
         ]
         layer = max(layers, default=projections_flops(model) + feed_forward_flops(model))
@@ -448,7 +469,9 @@ class DecoderCosts(Costs):
         products = layers + model.mtp_num_layers * self.mtp_projection_parameters() + self.norm_parameters + head
         keys = self.visible_keys_by_layer
         scores = self._score_width * sum(keys[layer] for layer in self.layers_with_mtp)
-        return 6.0 * products + (6.0 if causal else 12.0) * scores
+        mixers = [self.recurrent(layer) for layer in self.layers_with_mtp]
+        states = sum(mixer.state_flops for mixer in mixers if mixer is not None)
+        return 6.0 * products + (6.0 if causal else 12.0) * scores + 3.0 * states
 
     @property
     def _score_width(self) -> int:
@@ -461,27 +484,49 @@ class DecoderCosts(Costs):
             return self.latent.products(tokens, key_tokens, tensor)
         return attention_products(self.model, tokens, tensor, self.keys_and_values(layer), self.gates)
 
+    def _mixer_products(self, layer: int, tokens: int, key_tokens: int, tensor: int) -> tuple[Product, ...]:
+        """Return the projections of a layer's mixer; arguments as of ``LatentCosts.products``."""
+        mixer = self.recurrent(layer)
+        recurrent = () if mixer is None else mixer.products(tokens, tensor)
+        if not self.layer_types[layer].has_attention:
+            return recurrent
+        return (*self._attention_products(layer, tokens, key_tokens, tensor), *recurrent)
+
+    def _state_cost(self, layer: int) -> float:
+        """Return the cost per token of the recurrence of a layer in chunks, in FLOPs of a matrix product."""
+        mixer = self.recurrent(layer)
+        return 0.0 if mixer is None else flops_of(mixer.core_products(1, 1))
+
     def layer_parameters(self, tensor: int = 1, layer: int = 0, *, is_active: bool = False) -> int:
         """Count a layer's parameters on one of ``tensor`` ranks; norms and output biases are replicated.
 
         Args:
             is_active: count only the experts that a token uses.
         """
+        layer_type, mixer = self.layer_types[layer], self.recurrent(layer)
+        parameters = self.num_norms(layer) * self.norm_parameters
+        if layer_type.has_attention:
+            parameters += self._attention_parameters(tensor, layer)
+        if mixer is not None:
+            parameters += mixer.parameters(tensor)
+        if layer_type.feed_forward == EXPERTS:
+            return parameters + self.experts.parameters(tensor, is_active=is_active)
+        return parameters + (feed_forward_parameters(self.model, tensor) if layer_type.feed_forward == MLP else 0)
+
+    def _attention_parameters(self, tensor: int, layer: int) -> int:
+        """Return the number of parameters of a layer's attention, including norms of queries and keys."""
         if self.latent:
-            inner = self.latent.parameters(tensor)
-        else:
-            inner = attention_parameters(
-                self.model, tensor, self.keys_and_values(layer), self.model.add_qkv_bias, self.gates
-            )
-            has_weight = self.model.softmax_type == LEARNABLE and self.has_sinks(layer)
-            inner += self.model.num_attention_heads // tensor if has_weight else 0
-        norms = self.num_norms * self.norm_parameters + self._head_norm_parameters(tensor, layer)
-        if self.with_experts[layer]:
-            return inner + self.experts.parameters(tensor, is_active=is_active) + norms
-        return inner + feed_forward_parameters(self.model, tensor) + norms
+            return self.latent.parameters(tensor)
+        parameters = attention_parameters(
+            self.model, tensor, self.keys_and_values(layer), self.model.add_qkv_bias, self.gates
+        )
+        has_weight = self.model.softmax_type == LEARNABLE and self.has_sinks(layer)
+        parameters += self.model.num_attention_heads // tensor if has_weight else 0
+        return parameters + self._head_norm_parameters(tensor, layer)
 
     def _feed_forward_flops(self, layer: int) -> int:
-        return self.experts.flops if self.with_experts[layer] else feed_forward_flops(self.model)
+        flops = {EXPERTS: self.experts.flops, MLP: feed_forward_flops(self.model), NO_MLP: 0}
+        return flops[self.layer_types[layer].feed_forward]
 
     def _head_norm_parameters(self, tensor: int, layer: int) -> int:
         """Count the query and key norm parameters; a weight that all heads share is not sharded."""
@@ -497,7 +542,7 @@ class DecoderCosts(Costs):
         table = 0 if model.mtp_num_layers else head  # the last stage has a copy, see ``shared_parameters``
         positions = model.max_position_embeddings * model.hidden_size if model.has_learned_positions else 0
         norm = self.norm_parameters if model.embed_layernorm else 0
-        types = list(zip(self.with_experts, self.with_window, strict=True))
+        types = list(zip(self.layer_types, self.with_window, strict=True))
         idx_by_type = {layer_type: idx for idx, layer_type in enumerate(types)}
         parameters = {layer_type: self.layer_parameters(tensor, idx) for layer_type, idx in idx_by_type.items()}
         layers = [parameters[layer_type] for layer_type in types]
@@ -524,32 +569,41 @@ class DecoderCosts(Costs):
         Sequence parallelism does not shard the input of the head.
         """
         model, h = self.model, self.model.hidden_size
-        bytes_between = between_bytes(
-            2 * h * width, 2 * h * self.mask_bytes, sequence, saves_gathered_inputs=saves_gathered_inputs
-        )
-        # parallel attention and feed-forward layer have the same input
-        num_extra_inputs = self.num_norms - 2 - (model.parallel_residual != SEQUENTIAL)
-        bytes_between += num_extra_inputs * h * width // sequence
-        tokens, core = samples * self.local_length, self._core_saved_bytes(samples, tensor, width)
-        attention = [
-            tokens * (bytes_between + self._attention_saved_bytes(layer, tensor, width, sequence)) + core
-            for layer in range(model.num_layers)
-        ]
-        feed_forward = {False: tokens * feed_forward_saved_numel(model) * width // tensor}
+        tokens = samples * self.local_length
+        feed_forward = {NO_MLP: 0, MLP: tokens * feed_forward_saved_numel(model) * width // tensor}
         if model.num_experts:
-            feed_forward[True] = self.experts.saved_bytes(
+            feed_forward[EXPERTS] = self.experts.saved_bytes(
                 tokens, tensor, width, sequence, saves_gathered_inputs=saves_gathered_inputs
             )
-        layers = [
-            SavedBytes(attention_bytes + feed_forward[has_experts], tokens * h * width // sequence, core)
-            for attention_bytes, has_experts in zip(attention, self.with_experts, strict=True)
-        ]
+        layers = []
+        for layer, layer_type in enumerate(self.layer_types):
+            halves = layer_type.num_halves
+            bytes_between = between_bytes(
+                halves * h * width, halves * h * self.mask_bytes, sequence, saves_gathered_inputs=saves_gathered_inputs
+            )
+            # parallel mixer and feed-forward half have the same input
+            num_extra_inputs = self.num_norms(layer) - halves - (model.parallel_residual != SEQUENTIAL)
+            bytes_between += num_extra_inputs * h * width // sequence
+            mixer_bytes, core = self._mixer_saved_bytes(layer, samples, tensor, width, sequence)
+            full = tokens * bytes_between + mixer_bytes + feed_forward[layer_type.feed_forward]
+            layers.append(SavedBytes(full, tokens * h * width // sequence, core))
         hidden = tokens * h * width
         embedding = SavedBytes(tokens * h * (self.mask_bytes + (width if model.embed_layernorm else 0)) // sequence)
         # The norms and the projection of an MTP layer save their inputs: embedding, hidden states, both, and output.
         mtp_bytes = 5 * hidden // sequence + tokens * h * self.mask_bytes // sequence
         units = [embedding, *layers, SavedBytes(hidden // sequence), SavedBytes(hidden * self.num_heads)]
         return self._with_mtp(units, SavedBytes(), lambda layer: replace(layer, full=layer.full + mtp_bytes))
+
+    def _mixer_saved_bytes(self, layer: int, samples: int, tensor: int, width: int, sequence: int) -> tuple[int, int]:
+        """Return the bytes that the mixer of ``layer`` saves: (in total, by its core)."""
+        tokens, mixer, total, core = samples * self.local_length, self.recurrent(layer), 0, 0
+        if self.layer_types[layer].has_attention:
+            core = self._core_saved_bytes(samples, tensor, width)
+            total = tokens * self._attention_saved_bytes(layer, tensor, width, sequence) + core
+        if mixer is not None:
+            recurrent_bytes, recurrent_core = mixer.saved_bytes(tokens, tensor, width)
+            total, core = total + recurrent_bytes, core + recurrent_core
+        return total, core
 
     def _attention_saved_bytes(self, layer: int, tensor: int, width: int, sequence: int) -> int:
         """Compute the bytes per token that attention in ``layer`` saves on one of ``tensor`` ranks."""
@@ -561,28 +615,33 @@ class DecoderCosts(Costs):
     def attention_scratch_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> int:
-        """See ``Costs``. Counts one thread's scratch memory and the gradients that attention's backward holds.
+        """See ``Costs``. Counts the scratch memory of one thread and the gradients that a mixer's backward holds.
 
         The gradients belong to the queries, keys, values, context and layer output.
 
-        With experts, the result is the maximum of attention and experts. Before the backward of a layer's attention
-        runs, the layer's feed-forward block has freed its memory. The number of freed bytes is computed for the last
-        layer, which may have experts.
+        The result is the maximum of attention, experts and recurrent mixers. Before the backward of a layer's mixer
+        runs, the layer's feed-forward half has freed its memory. The number of freed bytes is computed for the last
+        layer, which may have experts, or no feed-forward half.
         """
         tokens = samples * self.local_length
-        feed_forward = tokens * (feed_forward_saved_numel(self.model) * width // tensor)
-        if not self.model.num_experts:
-            return self._attention_scratch_bytes(
-                samples, tensor, width, sequence, feed_forward, saves_gathered_inputs=saves_gathered_inputs
-            )
-        if self.with_experts[-1]:
+        last_half = self.layer_types[-1].feed_forward if self.layer_types else MLP
+        feed_forward = tokens * (feed_forward_saved_numel(self.model) * width // tensor) if last_half == MLP else 0
+        if last_half == EXPERTS:
             feed_forward = self.experts.saved_bytes(
                 tokens, tensor, width, sequence, saves_gathered_inputs=saves_gathered_inputs
             )
-        attention = self._attention_scratch_bytes(
-            samples, tensor, width, sequence, feed_forward, saves_gathered_inputs=saves_gathered_inputs
-        )
-        return max(attention, self.experts.scratch_bytes(tokens, tensor, width, sequence))
+        scratch = 0
+        if self.has_attention:
+            scratch = self._attention_scratch_bytes(
+                samples, tensor, width, sequence, feed_forward, saves_gathered_inputs=saves_gathered_inputs
+            )
+        if self.model.num_experts:
+            scratch = max(scratch, self.experts.scratch_bytes(tokens, tensor, width, sequence))
+        for mixer in dict.fromkeys(layer_type.recurrent_mixer for layer_type in self.layer_types):
+            if mixer:
+                recurrent_bytes = COSTS[mixer](self.model).scratch_bytes(tokens, tensor, width)
+                scratch = max(scratch, recurrent_bytes - feed_forward)
+        return scratch
 
     def _attention_scratch_bytes(
         self,
@@ -617,11 +676,14 @@ class DecoderCosts(Costs):
     def saves_context_messages(self) -> bool:
         return self.latent is not None
 
-    def context_messages(self, samples: int, tensor: int, width: int) -> tuple[int, ...]:
+    def context_messages(self, samples: int, tensor: int, width: int, unit: int = 1) -> tuple[int, ...]:
         """See ``Costs``. One all-gather of keys and values, or the all-to-alls of queries, keys, values and context.
 
         All heads are padded to one size. If layers have different numbers of key heads, the largest number counts.
         """
+        layer = self._layer_of(unit)
+        if layer is not None and not self.layer_types[layer].has_attention:
+            return ()
         if self.latent and self.context > 1:
             numel = self.latent.context_numel(tensor, self.context, cuts_heads=self.cuts_heads)
             return (samples * self.seq_length * numel * width,)
@@ -629,6 +691,22 @@ class DecoderCosts(Costs):
         heads += self.model.num_attention_heads if self.cuts_heads else 0
         numel = 2 * heads * self.model.padded_head_size
         return (samples * self.seq_length * numel // tensor * width,) if self.context > 1 else ()
+
+    def state_messages(self, samples: int, tensor: int, width: int, unit: int) -> tuple[int, ...]:
+        """See ``Costs``. Each rank has two chunks, whose states and last convolution inputs all ranks gather."""
+        layer = self._layer_of(unit)
+        mixer = None if layer is None else self.recurrent(layer)
+        if mixer is None or self.context == 1:
+            return ()
+        states, inputs = mixer.message_numel(tensor)
+        chunks = 2 * self.context * samples
+        return chunks * inputs * width, chunks * states * max(width, 4)
+
+    def _layer_of(self, unit: int) -> int | None:
+        """Return the index of the layer of a unit; None for units without a layer or without layers in the model."""
+        if 1 <= unit <= self.model.num_layers:
+            return unit - 1
+        return self.model.num_layers - 1 if unit in self.mtp_units else None
 
     def expert_messages(self, samples: int, tensor: int, width: int) -> list[tuple[int, ...]]:
         if self.expert == 1:
@@ -645,19 +723,28 @@ class DecoderCosts(Costs):
         # bytes of the gradient that attention all-reduces
         entering = tokens * self.latent.entering_size * width if self.latent else hidden
         layers = []
-        for idx, has_experts in enumerate(self.with_experts):
-            attention = self._attention_products(idx, tokens, samples * self.seq_length, tensor)
-            feed_forward = (
-                self.experts.products(tokens, tensor) if has_experts else feed_forward_products(model, tokens, tensor)
-            )
-            num_all_reduces = 1 + (self.experts.num_all_reduces if has_experts else 1)  # the first is for attention
+        for idx, layer_type in enumerate(self.layer_types):
+            has_experts, recurrent = layer_type.feed_forward == EXPERTS, self.recurrent(idx)
+            core = self._scores(samples, tensor) if layer_type.has_attention else ()
+            core += () if recurrent is None else recurrent.core_products(tokens, tensor)
+            feed_forward: tuple[Product, ...] = ()
+            if layer_type.feed_forward != NO_MLP:
+                experts = self.experts
+                feed_forward = (
+                    experts.products(tokens, tensor) if has_experts else feed_forward_products(model, tokens, tensor)
+                )
+            num_mlp_reduces = {NO_MLP: 0, MLP: 1, EXPERTS: self.experts.num_all_reduces}[layer_type.feed_forward]
+            mixers = (entering,) * layer_type.has_attention + (hidden,) * (recurrent is not None)
+            operations = OPERATIONS["experts"] if has_experts else 0
+            operations += OPERATIONS["recurrent"] if recurrent is not None else 0
+            operations += OPERATIONS["layer"] if layer_type.has_attention else OPERATIONS["layer"] // 2
             layers.append(
                 Work(
-                    products=(*attention, *feed_forward),
-                    core=self._scores(samples, tensor),
-                    operations=OPERATIONS["layer"] + (OPERATIONS["experts"] if has_experts else 0),
-                    reduced_bytes=(hidden,) * num_all_reduces,
-                    backward_reduced_bytes=(entering, *(hidden,) * (num_all_reduces - 1)),
+                    products=(*self._mixer_products(idx, tokens, samples * self.seq_length, tensor), *feed_forward),
+                    core=core,
+                    operations=operations,
+                    reduced_bytes=(hidden,) * (len(mixers) + num_mlp_reduces),
+                    backward_reduced_bytes=(*mixers, *(hidden,) * num_mlp_reduces),
                 )
             )
         num_heads = self.num_heads
@@ -705,8 +792,8 @@ class DecoderCosts(Costs):
     def shared_saved_bytes(self, samples: int, tensor: int, width: int) -> list[Shared]:
         if not self.has_segments or self.uses_document_starts or self.model.position_embedding_type != ALIBI:
             return []
-        layers = (*range(1, 1 + self.model.num_layers), *self.mtp_units)
-        return [Shared(samples * self._mask_bytes(tensor, width), layers)]
+        layers = [unit for unit, layer_type in enumerate(self.layer_types, 1) if layer_type.has_attention]
+        return [Shared(samples * self._mask_bytes(tensor, width), (*layers, *self.mtp_units))]
 
     def memory_per_stage(self, bounds: Sequence[int], **options: Any) -> list[Memory]:
         """See ``Costs``. Includes the mask that all micro-batches of a stage share."""
@@ -715,8 +802,8 @@ class DecoderCosts(Costs):
         return [replace(memory, activations=memory.activations + mask) for memory in memories] if mask else memories
 
     def _mask_bytes(self, tensor: int, width: int) -> int:
-        """Compute the bytes for ALiBi biases or for the window's mask."""
-        if self.uses_document_starts:
+        """Return the bytes of the ALiBi biases or of the window's mask."""
+        if self.uses_document_starts or not self.has_attention:
             return 0
         num_scores = self.local_length * self.seq_length
         if self.model.position_embedding_type == ALIBI:

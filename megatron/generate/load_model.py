@@ -18,6 +18,7 @@ from megatron.checkpoint.huggingface.tokenizer import has_tokenizer, tokenizer_c
 from megatron.checkpoint.huggingface.weights import Pretrained
 from megatron.checkpoint.one_process import WEIGHTS, open_folder
 from megatron.config import Config
+from megatron.config.layer_types import layer_types
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models import registry
 from megatron.models.common.experts import stack_expert_weights
@@ -128,8 +129,8 @@ def stage_bounds(args: ModelArgs, num_stages: int) -> list[int]:
     """Split the model's units (embedding, layers, norm, head) into stages; return the stage bounds as unit indices.
 
     The stages are balanced by the weights that they read per token. A T5 decoder layer costs a third more than an
-    encoder layer. Embeddings and norms cost nothing, because a token reads one row of them. The head costs its full
-    table.
+    encoder layer, and a layer with one half costs half as much as others. Embeddings and norms cost nothing, because a
+    token reads one row of them. The head costs its full table.
 
     Raises:
         ValueError: fewer layers than stages.
@@ -139,7 +140,7 @@ def stage_bounds(args: ModelArgs, num_stages: int) -> list[int]:
         costs = [0.0, *[1.0] * args.enc_layers, 0.0, 0.0, *[4 / 3] * args.dec_layers, 0.0, head]
         num_layers = args.enc_layers + args.dec_layers
     else:
-        costs = [0.0, *[1.0] * args.num_layers, 0.0, head]
+        costs = [0.0, *[layer_type.num_halves / 2 for layer_type in layer_types(args)], 0.0, head]
         num_layers = args.num_layers
     if num_stages > num_layers:
         raise ValueError(

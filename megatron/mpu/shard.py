@@ -13,17 +13,23 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 import tds.grad_norm
 from megatron.mpu.groups import SINGLE, Group
+from tds.param_info import InitialValues, info_of, is_tensor_parallel, set_info
 from tds.param_info import Shard as Shard
-from tds.param_info import info_of, is_tensor_parallel, set_info
 from tds.param_info import is_partial as is_partial
 from tds.param_info import set_partial as set_partial
 from tds.param_info import set_shard as set_shard
 
 
-def empty_weight(shape: tuple[int, ...], shard: Shard) -> torch.nn.Parameter:
-    """Return a weight of zeros marked as uninitialized; ``megatron.models.common.parameters`` draws its values."""
+def empty_weight(
+    shape: tuple[int, ...], shard: Shard, initial_values: InitialValues | None = None
+) -> torch.nn.Parameter:
+    """Return a weight of zeros marked as uninitialized; ``megatron.models.common.parameters`` draws its values.
+
+    Args:
+        initial_values: distribution of the values; None: normal, with the standard deviation of the model's rule.
+    """
     parameter = set_shard(torch.nn.Parameter(torch.zeros(shape)), shard)
-    set_uninitialized(parameter, True)
+    set_info(parameter, replace(info_of(parameter), is_uninitialized=True, initial_values=initial_values))
     return parameter
 
 

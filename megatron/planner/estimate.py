@@ -204,8 +204,8 @@ class Planner:
         unit_seconds, communication = self.unit_seconds(layout), self.model(layout).communication
         tensor_by_unit = communication.tensor_traffic(layout, unit_seconds)
         context_by_unit = [
-            communication.context_traffic(layout) if name.split()[-1].isdigit() else NO_TRAFFIC
-            for name in self._unit_names
+            communication.context_traffic(layout, unit) if name.split()[-1].isdigit() else NO_TRAFFIC
+            for unit, name in enumerate(self._unit_names)
         ]
         expert_by_unit = self.expert_traffic(layout)
         seconds = [

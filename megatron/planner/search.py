@@ -9,6 +9,8 @@ from itertools import islice, product
 from typing import Any
 
 from megatron.config import Config
+from megatron.config.layer_types import MAMBA2, has_attention, recurrent_mixers
+from megatron.config.recurrent import DELTA_MIXERS
 from megatron.costs.memory import BYTES, Memory, State
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout, problems
@@ -199,9 +201,13 @@ def _tensor_sizes(planner: Planner, spec: SearchSpec) -> list[int]:
 def _tensor_split_sizes(planner: Planner) -> list[int]:
     """Return the head counts and widths that the tensor axis must divide; 0 for unused features."""
     model = planner.config.model
-    groups = [model.num_query_groups, model.window_num_query_groups]
-    dense = [model.num_attention_heads, model.hidden_size, model.ff_hidden_size, *groups]
-    return [*dense, model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size]
+    sizes = [model.hidden_size, model.ff_hidden_size]
+    if has_attention(model):
+        sizes += [model.num_attention_heads, model.num_query_groups, model.window_num_query_groups]
+    mixers = recurrent_mixers(model)
+    sizes += [model.linear_num_key_heads] if mixers & DELTA_MIXERS else []
+    sizes += [model.mamba_num_heads] if MAMBA2 in mixers else []
+    return [*sizes, model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size]
 
 
 def _micro_batches(samples: int) -> list[int]:

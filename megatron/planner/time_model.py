@@ -212,6 +212,7 @@ def _scores(work: Work) -> float:
 # | ... with sequence parallelism | instead of an all-reduce: in forward an all-gather and a reduce-scatter; in backward two all-gathers (of the output's gradient, and of the input again, which zb-h1 and compiled layers save) and a reduce-scatter | 2 (t - 1) / t X; 3 (t - 1) / t X |  # noqa: E501
 # | context | layer and micro-batch: keys, values of X bytes gathered twice, gradients scattered | 3 (c - 1) / c X |
 # | ... a2a | queries, keys, values, context of X bytes in forward and backward; again if recomputed | 2 (c - 1) / c^2 X |  # noqa: E501
+# | ... recurrent mixers | states and last inputs of X bytes gathered, again if recomputed; gradients scattered | 2 (c - 1) / c X |  # noqa: E501
 # | expert | layer with experts and micro-batch: dispatch and combine rows of X bytes, in forward and in backward; again if recomputed | 4 (e - 1) / e X |  # noqa: E501
 # | pipeline | boundary and micro-batch, each way | s b h numbers; in a T5's decoder stages also the encoder's output |
 # | data | all-reduce of gradients over d replicas: ZeRO 0, on CPUs also 1 | 2 (d - 1) / d x 4 bytes per parameter |
@@ -307,6 +308,12 @@ class Group:
 # The table above lists the types. On a CPU, communication uses the cores that compute, so nothing overlaps.
 
 
+def _gathered_and_scattered(group: Group, message_bytes: Sequence[int], num_gathers: int) -> Traffic:
+    """Return the traffic of all-gathers, repeated, and of the reduce-scatters of their gradients."""
+    gathers = sum((group.all_gather(size) for size in message_bytes), Traffic()).repeated(num_gathers)
+    return gathers + sum((group.reduce_scatter(size) for size in message_bytes), Traffic())
+
+
 class CommunicationModel:
     """Computes the communication of one model's layouts on ``machine``."""
 
@@ -320,16 +327,19 @@ class CommunicationModel:
         """Return the tensor-parallel communication per unit for a micro-batch."""
         return [forward + backward for forward, backward in self.tensor_traffic_by_pass(layout, units)]
 
-    def context_traffic(self, layout: Layout) -> Traffic:
-        """Return the context-parallel communication of one layer for a micro-batch. It never overlaps."""
+    def context_traffic(self, layout: Layout, unit: int = 1) -> Traffic:
+        """Return the context-parallel communication of the layer ``unit`` for a micro-batch. It never overlaps."""
         group = self._axis_group("context", layout)
-        message_bytes = self.costs.context_messages(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
+        sizes = layout.micro_batch_size, layout.tensor, BYTES[layout.dtype]
+        state_bytes = self.costs.state_messages(*sizes, unit)
+        states = _gathered_and_scattered(group, state_bytes, 1 if layout.recompute == "none" else 2)
+        message_bytes = self.costs.context_messages(*sizes, unit)
         if layout.cuts_heads:
             times = 2 if layout.recompute == "none" else 3
-            return sum((group.all_gather(size / layout.context) for size in message_bytes), Traffic()).repeated(times)
+            moved = sum((group.all_gather(size / layout.context) for size in message_bytes), Traffic())
+            return states + moved.repeated(times)
         num_gathers = 1 if self.costs.saves_context_messages and layout.recompute == "none" else 2
-        gathers = sum((group.all_gather(size) for size in message_bytes), Traffic()).repeated(num_gathers)
-        return gathers + sum((group.reduce_scatter(size) for size in message_bytes), Traffic())
+        return states + _gathered_and_scattered(group, message_bytes, num_gathers)
 
     def expert_traffic(self, layout: Layout) -> list[Traffic]:
         """Return the expert-parallel communication per unit for a micro-batch. It never overlaps.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from megatron import log
 from megatron.arguments.messages import with_variables
 from megatron.config import Config
 from megatron.config.data import SPLIT_PATH_FIELDS
-from megatron.config.experts import expert_layers
+from megatron.config.layer_types import EXPERTS, LayerType, is_hybrid, layer_types, recurrent_mixers
 from megatron.config.newton_schulz import newton_schulz_flops
 from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import ConfigError, raise_all
@@ -193,6 +194,7 @@ def plan_rows(
     yield from schedule_rows(config, num_replicas)
     yield from _length_rows(config, num_replicas)
     yield from sample_rows(config)
+    yield from _layer_rows(config)
     yield from _context_rows(config)
     yield from _expert_rows(config)
     if topology.pipe > 1:
@@ -303,12 +305,23 @@ def _stage_rows(config: Config, topology: Topology, bounds: Sequence[int], dtype
         )
 
 
+def _layer_rows(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield the row on the types of the layers of a decoder, if they are not all attention and feed-forward."""
+    if is_hybrid(config.model):
+        yield "layers", layer_counts_text(layer_types(config.model))
+
+
+def layer_counts_text(types: Sequence[LayerType]) -> str:
+    """Return the number of layers of each type as text, such as "3 gated-delta-net + mlp, 1 attention + mlp"."""
+    return ", ".join(f"{count} {layer_type.label}" for layer_type, count in Counter(types).items())
+
+
 def _expert_rows(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the row on expert count and placement."""
     model, num_ranks = config.model, config.parallel.expert_model_parallel_size
     if not model.num_experts:
         return
-    layers = sum(expert_layers(model.moe_layer_freq, model.num_layers))
+    layers = sum(layer_type.feed_forward == EXPERTS for layer_type in layer_types(model))
     placement_text = (
         f"; {model.num_experts // num_ranks} per layer on each of {num_ranks} ranks" if num_ranks > 1 else ""
     )
@@ -326,15 +339,16 @@ def _context_rows(config: Config) -> Iterator[tuple[str, str]]:
     if context_size == 1:
         return
     gathered = "latents" if config.model.multi_latent_attention else "keys and values"
-    communication = f"{gathered} are gathered, and their gradients are summed"
+    communication = f"in attention, {gathered} are gathered, and their gradients are summed"
     if parallel.cp_comm_type == "a2a":
-        communication = "an all-to-all moves each head to one rank and back"
+        communication = "in attention, an all-to-all moves each head to one rank and back"
     elif parallel.cp_comm_type == "p2p":
         communication = f"{communication}, also with --cp-comm-type p2p"
+    if recurrent_mixers(config.model):
+        communication += "; recurrent mixers exchange the states at the ends of chunks"
     yield (
         "context",
-        f"2 chunks of {length // (2 * context_size)} tokens on each of {context_size} ranks; in attention, "
-        f"{communication}",
+        f"2 chunks of {length // (2 * context_size)} tokens on each of {context_size} ranks; {communication}",
     )
 
 
@@ -425,7 +439,14 @@ def stage_layers_text(config: Config, bounds: Sequence[int], num_stages: int, st
     if config.family_config.is_encoder_decoder:
         return encoder_decoder_layers_text(bounds, num_stages, stage, config.parallel.placement, config.family_config)
     layers = layers_text(bounds, num_stages, stage, config.parallel.placement)
-    return f"layers {layers} of {registry.costs_of(config).num_units}"
+    text = f"layers {layers} of {registry.costs_of(config).num_units}"
+    if num_stages == 1 or not is_hybrid(config.model):
+        return text
+    unit_ranges = chunks_on(bounds, num_stages, stage, config.parallel.placement)
+    types = layer_types(config.model)
+    stage_units = [unit for start, stop in unit_ranges for unit in range(start, stop)]
+    stage_types = [types[unit - 1] for unit in stage_units if 0 < unit <= len(types)]
+    return f"{text} ({layer_counts_text(stage_types)})"
 
 
 def _range_text(start: int, stop: int) -> str:

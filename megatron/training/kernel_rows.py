@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend
 from megatron import device
 from megatron.config import Config
 from megatron.config.decoder import ALIBI, ROPE
+from megatron.config.layer_types import has_attention
 from megatron.costs.decoder_cost import mask_reason
 from megatron.models import registry
 from megatron.ops.attention import attention_kernels
@@ -112,8 +113,8 @@ KERNEL_NAMES = {
 
 
 def attention_rows(config: Config, torch_device: torch.device) -> Iterator[tuple[str, str]]:
-    """Yield the start-table row that names the attention kernels; none on a CPU."""
-    if torch_device.type == "cpu":
+    """Yield the row of the start table that names the attention kernels; none on a CPU and without attention."""
+    if torch_device.type == "cpu" or not has_attention(config.model):
         return
     model = config.model
     if model.layout_independent_dropout and model.attention_dropout:

@@ -158,7 +158,57 @@ _GROUPED_QUERY_FLAGS = ["--num-attention-heads", "6", "--hidden-size", "12"]
 _EXPERT_FLAGS = ["--num-experts", "8"]
 _LATENT_FLAGS = [*_ROPE_FLAGS, "--multi-latent-attention"]
 _SIGMOID_ROUTER_FLAGS = [*_EXPERT_FLAGS, "--moe-router-score-function", "sigmoid"]
+_LINEAR_SIZES = {
+    "--linear-num-key-heads": "2", "--linear-num-value-heads": "4", "--linear-key-head-dim": "4",
+    "--linear-value-head-dim": "4",
+}  # fmt: skip
+_MAMBA_SIZES = {"--mamba-num-heads": "6", "--mamba-num-groups": "2", "--mamba-head-dim": "4", "--mamba-state-dim": "3"}
+
+
+def _mixer_flags(variant: str, flag: str = "", **sizes: str) -> list[str]:
+    """Return the flags of a model with small recurrent mixers, except ``flag``."""
+    values = {**(_MAMBA_SIZES if variant == "mamba2" else _LINEAR_SIZES), "--experimental-attention-variant": variant}
+    values |= {f"--{name.replace('_', '-')}": value for name, value in sizes.items()}
+    return [word for name, value in values.items() if name != flag for word in (name, value)]
+
+
+_RECURRENT_REQUIRED_FLAGS = {
+    "--linear-attention-freq": _mixer_flags("gated_delta_net"),
+    "--experimental-attention-variant": _mixer_flags("gated_delta_net", "--experimental-attention-variant"),
+    **{
+        flag: _mixer_flags("gated_delta_net", flag)
+        for flag in (
+            "--linear-conv-kernel-dim",
+            "--linear-key-head-dim",
+            "--linear-value-head-dim",
+            "--linear-num-value-heads",
+            "--linear-allow-neg-eigval",
+            "--linear-norm-epsilon",
+            "--linear-norm-placement",
+        )
+    },
+    "--linear-num-key-heads": _mixer_flags("gated_delta_net", "--linear-num-key-heads", linear_num_value_heads="48"),
+    **{
+        flag: _mixer_flags("kimi_delta", linear_num_key_heads="4")
+        for flag in ("--linear-full-rank-gates", "--linear-decay-limit")
+    },
+    **{
+        flag: _mixer_flags("mamba2", flag)
+        for flag in (
+            *_MAMBA_SIZES,
+            "--mamba-conv-kernel-dim",
+            "--no-mamba-conv-bias",
+            "--mamba-proj-bias",
+            "--mamba-norm",
+            "--mamba-norm-groups",
+            "--mamba-dt-limit-min",
+            "--mamba-dt-limit-max",
+        )
+    },
+    "--mamba-num-groups": _mixer_flags("mamba2", "--mamba-num-groups", mamba_num_heads="24"),
+}
 _DECODER_REQUIRED_FLAGS = {
+    **_RECURRENT_REQUIRED_FLAGS,
     **dict.fromkeys(
         (
             "--moe-ffn-hidden-size",
@@ -313,6 +363,9 @@ def sample_value(option, folder: Path, family: str = "gpt2") -> str:
         "rotary_local_base": "5000",
         "window_attn_skip_freq": "2",
         "no_rope_freq": "2",
+        "linear_attention_freq": "2",
+        "hybrid_layer_pattern": "*-",
+        "branch_multipliers": "mlp-output=0.5",
         "rotary_short_factors": "[1.0,1.5]",
         "rotary_long_factors": "[1.0,1.5]",
         "mtp_num_layers": "2",

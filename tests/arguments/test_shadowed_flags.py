@@ -37,6 +37,7 @@ GROUP_FIELDS = {"lr_embedding", "lr_head", "lr_by_name", "lr", "lr_decay_style",
 
 ROPE_FLAGS = "--position-embedding-type rope"
 EXPERT_FLAGS = "--num-experts 4"
+KIMI_FLAGS = "--experimental-attention-variant kimi_delta --linear-num-value-heads 16"
 SHADOWED = {
     # model
     "ff_hidden_size": f"{EXPERT_FLAGS} --moe-ffn-hidden-size 8 --ff-hidden-size 32",
@@ -72,6 +73,34 @@ SHADOWED = {
             "moe_router_group_score_topk": "1",
         }.items()
     },
+    **{
+        name: f"--{name.replace('_', '-')} {value}".strip()
+        for name, value in {
+            "linear_attention_freq": "2",
+            "linear_conv_kernel_dim": "3",
+            "linear_key_head_dim": "8",
+            "linear_value_head_dim": "8",
+            "linear_num_key_heads": "2",
+            "linear_num_value_heads": "4",
+            "linear_norm_epsilon": "1e-6",
+            "linear_norm_placement": "after",
+            "mamba_state_dim": "8",
+            "mamba_head_dim": "8",
+            "mamba_num_groups": "2",
+            "mamba_num_heads": "4",
+            "mamba_conv_kernel_dim": "3",
+            "mamba_proj_bias": "",
+            "mamba_norm": "none",
+            "mamba_norm_groups": "2",
+            "mamba_dt_limit_min": "0.1",
+            "mamba_dt_limit_max": "0.2",
+        }.items()
+    },
+    "mamba_conv_bias": "--no-mamba-conv-bias",
+    "experimental_attention_variant": "--experimental-attention-variant gdn --linear-attention-freq [0,0,0,0]",
+    "linear_allow_neg_eigval": f"{KIMI_FLAGS} --linear-allow-neg-eigval",
+    "linear_full_rank_gates": "--experimental-attention-variant gdn --linear-full-rank-gates",
+    "linear_decay_limit": "--experimental-attention-variant gdn --linear-decay-limit 5",
     "mscale": f"{ROPE_FLAGS} --multi-latent-attention --mscale 0.7",
     "mscale_all_dim": f"{ROPE_FLAGS} --multi-latent-attention --mscale-all-dim 0.7",
     "kv_hidden_size": f"{ROPE_FLAGS} --multi-latent-attention --kv-channels 128",
@@ -264,6 +293,7 @@ NEVER_SHADOWED = set(
     normalization layernorm_1p
     norm_placement embed_layernorm multi_latent_attention softmax_scale attn_logit_softcapping final_logit_softcapping
     scale_embeddings embedding_multiplier residual_scale mup_base_hidden_size clip_qkv
+    hybrid_layer_pattern branch_multipliers
     softmax_type v_head_dim attention_value_scale attention_output_gate parallel_residual logit_scale
     attention_temperature_scale
     enc_seq_length dec_seq_length enc_layers dec_layers denoisers vocab_extra_ids

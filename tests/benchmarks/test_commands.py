@@ -36,6 +36,9 @@ SMOKE_COMMANDS = {
     "benchmarks/plan.py": [  # test_plan.py calibrates and times, which takes a minute
         "python benchmarks/plan.py --memory-only --smoke --only mpt --out runs/plan"
     ],
+    "benchmarks/recurrent.py": [
+        "python benchmarks/recurrent.py --json recurrent.json --lengths 8 16 --hidden-size 64 --rounds 1",
+    ],
     "benchmarks/scaling.py": ["python benchmarks/scaling.py --out runs/scaling"],
     "benchmarks/start_up.py": ["python benchmarks/start_up.py --runs 1 --ranks 1"],
     "benchmarks/step_time.py": [

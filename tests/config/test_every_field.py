@@ -130,6 +130,11 @@ OBSERVED_FIELDS = {
         attention_temperature_floor rotary_short_factors rotary_long_factors
         multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim mscale mscale_all_dim
         latent_norm_epsilon sink_layers window_num_query_groups attention_value_scale
+        experimental_attention_variant linear_attention_freq hybrid_layer_pattern linear_conv_kernel_dim
+        linear_key_head_dim linear_value_head_dim linear_num_key_heads linear_num_value_heads linear_allow_neg_eigval
+        linear_norm_epsilon linear_norm_placement linear_full_rank_gates linear_decay_limit mamba_state_dim
+        mamba_head_dim mamba_num_groups mamba_num_heads mamba_conv_kernel_dim mamba_conv_bias mamba_proj_bias mamba_norm
+        mamba_norm_groups mamba_dt_limit_min mamba_dt_limit_max branch_multipliers
         checkpoint_activations checkpoint_num_layers recompute_granularity seed
     """,
     "sizes": """
@@ -274,6 +279,8 @@ FIELD_VALUES = {
     "rotary_beta_fast": "10",
     "rotary_beta_slow": "20",
     "window_size": "3",
+    "linear_norm_placement": "after",
+    "mamba_dt_limit_max": "0.01",
     "activation_func_clamp_value": "0.1",
     "tensorboard_dir": "{folder}/file.json/events",
     "config": "{folder}/flags.json",

@@ -77,7 +77,7 @@ def test_flops_of_units_match_flops_of_the_model(variant: str) -> None:
         work.flops for work in plain.unit_work(1, 1, 4)
     )
     head_norms = 2 * 6 if variant == "both norms" else 0
-    norms = 2 * ((3 + costs.num_norms) * 12 + head_norms)
+    norms = 2 * ((3 + costs.num_norms(0)) * 12 + head_norms)
     added = (costs.flops_per_token() - plain.flops_per_token()) * 8
     assert added == pytest.approx(added_by_units + 6 * 8 * norms)
     # a layer like the last one, a projection of 2 h h, and the head for each

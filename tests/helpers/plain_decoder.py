@@ -111,28 +111,50 @@ def _layer(
     args: Any, w: Weights, layer_idx: int, x: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     prefix = f"layers.{layer_idx}"
+    is_recurrent = f"{prefix}.recurrent.dense.weight" in w
+    has_attention = f"{prefix}.attention.dense.weight" in w
+    placement = args.norm_placement
+    if is_recurrent and not has_attention and args.linear_norm_placement != "same":
+        placement = args.linear_norm_placement
 
     def branch(x: torch.Tensor, function: Any, before: str, after: str) -> tuple[torch.Tensor, torch.Tensor]:
-        normed = _norm(args, w, f"{prefix}.{before}", x) if args.norm_placement in ("before", "both") else x
+        normed = _norm(args, w, f"{prefix}.{before}", x) if placement in ("before", "both") else x
         output = function(normed)
-        if args.norm_placement in ("after", "both"):
+        if placement in ("after", "both"):
             output = _norm(args, w, f"{prefix}.{after}", output)
         output = output * (args.residual_scale / math.sqrt(args.num_layers) if args.residual_scale else 1.0)
         return (normed if args.apply_residual_connection_post_layernorm else x), output
 
     def attend(y: torch.Tensor) -> torch.Tensor:
-        attention = _latent_attention if args.multi_latent_attention else _attention
-        return attention(args, w, layer_idx, y, positions, ids)
+        output = torch.zeros_like(y)
+        if has_attention:
+            attention = _latent_attention if args.multi_latent_attention else _attention
+            output = output + attention(args, w, layer_idx, y, positions, ids)
+        return output + _decaying_state(w, f"{prefix}.recurrent", y, ids) if is_recurrent else output
 
     def feed_forward(y: torch.Tensor) -> torch.Tensor:
         return _mlp(args, w, f"{prefix}.mlp", y)
 
+    if not has_attention and not is_recurrent:
+        residual, output = branch(x, feed_forward, "post_attention_norm", "mlp_output_norm")
+        return residual + output
     residual, attention_output = branch(x, attend, "input_norm", "attention_output_norm")
+    if f"{prefix}.mlp.down.weight" not in w:
+        return residual + attention_output
     if args.parallel_residual != "none":
         norm = "input_norm" if args.parallel_residual == "shared-norm" else "post_attention_norm"
         return x + attention_output + branch(x, feed_forward, norm, "mlp_output_norm")[1]
     residual, mlp_output = branch(residual + attention_output, feed_forward, "post_attention_norm", "mlp_output_norm")
     return residual + mlp_output
+
+
+def _decaying_state(w: Weights, prefix: str, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return the output of ``tests.helpers.decay_mixer.DecayMixer``: a sum over the earlier tokens of the document."""
+    values = x @ w[f"{prefix}.value.weight"].T
+    distance = torch.arange(len(x))[:, None] - torch.arange(len(x))[None, :]
+    is_read = (distance >= 0) & (ids[:, None] == ids[None, :])
+    factors = torch.where(is_read, 0.5 ** distance.clamp(min=0).double(), 0.0)
+    return factors @ values @ w[f"{prefix}.dense.weight"].T
 
 
 def _norm(args: Any, w: Weights, name: str, x: torch.Tensor) -> torch.Tensor:

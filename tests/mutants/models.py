@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from megatron.models.common.kv_cache import KVCacheSlots
+from megatron.models.common.cache_slots import KVCacheSlots
 from megatron.mpu.mappings import reduce_from_tensor_region
 from megatron.mpu.shard import Shard, set_shard
 from tests.mutants.mutant import call_after_init, mutant
@@ -100,10 +100,10 @@ def every_tensor_rank_has_the_alibi_slopes_of_the_first(original: Any) -> Any:
     return lambda args, parallel: original(args, replace(parallel, group=replace(parallel.group, rank=0)))
 
 
-@mutant("megatron.models.common.kv_cache:KVCacheSlots.advance", CACHE)
+@mutant("megatron.models.common.cache_slots:KVCacheSlots.advance", CACHE)
 def cached_queries_do_not_see_their_own_key(original: Any) -> Any:
-    def advance(self: KVCacheSlots, positions: torch.Tensor) -> None:
-        original(self, positions)
+    def advance(self: KVCacheSlots, positions: torch.Tensor, lengths: torch.Tensor | None = None) -> None:
+        original(self, positions, lengths)
         if self.mask is not None:
             slots = torch.arange(self.stop, device=positions.device)
             self.mask = (slots < positions.unsqueeze(2)).unsqueeze(1)
@@ -126,8 +126,8 @@ def window_is_one_key_too_short(original: Any) -> Any:
 
 @mutant("megatron.models.common.transformer:TransformerLayer.forward", f"{FEATURE}[window by list]")
 def layers_with_a_window_use_the_full_mask(original: Any) -> Any:
-    return lambda self, x, mask=None, cache=None, positions=None, window_mask=None: original(
-        self, x, mask, cache, positions, mask
+    return lambda self, x, mask=None, cache=None, positions=None, window_mask=None, starts=None: original(
+        self, x, mask, cache, positions, mask, starts
     )
 
 
@@ -305,7 +305,7 @@ def shared_table_gets_the_gradient_of_the_head_only(original: Any) -> Any:
     f"{INITIAL}::test_model_init_is_independent_of_tensor_ranks[2]",
 )
 def every_tensor_rank_draws_its_own_initial_values(original: Any) -> Any:
-    return lambda parameter, shard, name, seed, std: original(parameter, shard, name, seed + shard.start, std)
+    return lambda parameter, shard, name, seed, *args: original(parameter, shard, name, seed + shard.start, *args)
 
 
 @mutant(

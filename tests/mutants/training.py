@@ -325,7 +325,7 @@ def differences_of_a_layout_are_not_judged(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.proof.shrink:_layer_types",
+    "megatron.training.proof.shrink:_layer_parts",
     "tests/training/proof/test_shrink.py::test_types_of_layers_are_kept_with_their_patterns",
 )
 def layers_of_the_check_have_one_type(original: Any) -> Any:

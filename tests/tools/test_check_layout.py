@@ -54,6 +54,22 @@ def test_expert_parallel_layout_equals_one_process(capfd: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
+def test_hybrid_pattern_in_a_layout_equals_one_process(capfd: pytest.CaptureFixture[str]) -> None:
+    sizes = (
+        "--hidden-size 16 --num-attention-heads 2 --seq-length 16 --steps 2 --linear-num-key-heads 2 "
+        "--linear-num-value-heads 4 --linear-key-head-dim 8 --linear-value-head-dim 6 --mamba-num-heads 4 "
+        "--mamba-head-dim 8 --mamba-num-groups 2 --mamba-state-dim 4"
+    )
+    layout = (
+        "--model llama --hybrid-layer-pattern M-|G*|E|-M --num-experts 4 --pipe-parallel-size 2 --reset-attention-mask"
+    )
+    command = [sys.executable, str(SCRIPT), *sizes.split(), *layout.split()]
+    assert subprocess.run(command, timeout=100, check=False).returncode == 0
+    output = capfd.readouterr().out
+    assert "2 processes: tensor 1 x pipe 2 x data 1" in output and "verdict: equal" in output
+
+
+@pytest.mark.slow
 def test_sinks_and_biased_experts_in_a_layout_equal_one_process(capfd: pytest.CaptureFixture[str]) -> None:
     features = (
         "--model llama --softmax-type learnable --attention-output-gate --no-rope-freq 2 --hidden-bias --quick-geglu "

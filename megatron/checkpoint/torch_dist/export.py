@@ -24,7 +24,7 @@ from megatron.checkpoint.torch_dist.names import LAYERS, Place, stored_places
 from megatron.checkpoint.torch_dist.settings import build_config, setting_values
 from megatron.checkpoint.torch_dist.writer import TensorEntry, write_entries
 from megatron.config import Config
-from megatron.config.experts import has_experts
+from megatron.config.layer_types import has_experts
 from megatron.errors import CheckpointError, ConfigError
 from megatron.models.common.huggingface import WeightMapping, weight_to_hf
 from megatron.ops.activations import is_gated

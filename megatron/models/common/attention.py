@@ -136,6 +136,7 @@ class SelfAttention(Attention):
         self.is_normed_after_rotation = args.qk_norm_order == AFTER_ROTATION
         self.temperature = args.attention_temperature_scale, args.attention_temperature_floor
         self.value_size, self.value_scale = args.value_size, args.attention_value_scale
+        self.multipliers = args.multipliers
         self._set_attention_functions(args, parallel, layer)
         bias, head_size = args.hidden_bias or args.add_qkv_bias, args.kv_hidden_size
         query_rows = num_heads // num_groups * head_size
@@ -175,10 +176,13 @@ class SelfAttention(Attention):
         self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerKVCache | None = None,
         positions: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        if self.multipliers.attention_input != 1.0:
+            x = x * self.multipliers.attention_input
         packed = self.query_key_value(x)  # [s, b, (a d + g d + g d_v) / t]
         if self.is_plain and cache is None and (mask is None or mask.dtype == torch.int32):
             return self.dense(self.attend(causal_self_attention, self.view_by_head(packed, 3), mask))
-        return self.dense(self._attend_unpacked(packed, mask, cache, positions))
+        y = self.dense(self._attend_unpacked(packed, mask, cache, positions))
+        return y if self.multipliers.attention_output == 1.0 else y * self.multipliers.attention_output
 
     def _attend_unpacked(
         self,
@@ -207,6 +211,8 @@ class SelfAttention(Attention):
             query, key, value = self._split_and_rotate(self.rotary_positions.rotary, packed, cache, positions)
         if self.value_scale != 1.0:
             value = value * self.value_scale
+        if self.multipliers.key != 1.0:
+            key = key * self.multipliers.key
         if self.temperature[0]:
             query_positions, _ = self.rotary_positions.of_tokens(query, cache, positions)
             query = scale_queries(query, query_positions, *self.temperature)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron.config import Config
+from megatron.config.layer_types import num_residual_additions
 from megatron.models.common.language_model import Embedding, Head, Logits, head_output, materialize_logits, model_loss
 from megatron.models.common.masks import Masks
 from megatron.models.common.model_args import ModelArgs, model_args_from
@@ -93,16 +94,18 @@ class DecoderModel(nn.Module):
     def _layer_inputs(
         self, x: torch.Tensor, position_ids: torch.Tensor | None, segment_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Return the layers' further inputs: mask, None for the cache, positions, mask of layers with a window."""
-        mask = self.masks.get_mask(x, segment_ids)
+        """Return the layers' further inputs: mask, None for the cache, positions, mask of layers with a window, starts.
+
+        Only models with recurrent mixers have document starts.
+        """
+        mask = self.masks.get_mask(x, segment_ids) if self.masks.has_attention else None
         positions = None if self.model_args.rotary is None else position_ids
         self._check_positions(positions)
-        return (
-            mask,
-            None,
-            positions,
-            self.masks.get_mask(x, segment_ids, has_window=True) if self.masks.window else mask,
-        )
+        window_mask = mask
+        if self.masks.window and self.masks.has_attention:
+            window_mask = self.masks.get_mask(x, segment_ids, has_window=True)
+        starts = (self.masks.get_starts(segment_ids),) if self.masks.has_recurrent_layers else ()
+        return (mask, None, positions, window_mask, *starts)
 
     def _check_positions(self, position_ids: torch.Tensor | None) -> None:
         if position_ids is None or position_ids.device.type != "cpu":
@@ -129,7 +132,7 @@ def model_args(config: Config, *, recomputes: bool = False) -> ModelArgs:
 def weight_init(config: Config) -> Rule:
     """Return the rule for the standard deviation of the initial weights."""
     model = config.model
-    return gpt2_rule(model.init_method_std, model.num_layers, model.width_multiplier)
+    return gpt2_rule(model.init_method_std, num_residual_additions(model) / 2, model.width_multiplier)
 
 
 def example_inputs(config: Config, draw_tokens: Callable[[int], torch.Tensor]) -> dict[str, torch.Tensor]:

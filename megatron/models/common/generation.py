@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.models.common.kv_cache import KVCacheSlots, LayerKVCache
+from megatron.models.common.cache_slots import KVCacheSlots
+from megatron.models.common.kv_cache import LayerKVCache
 from megatron.models.common.language_model import Head, Logits, materialize_logits, tied_head_logits
 from megatron.models.common.masks import Masks
 from megatron.models.common.model_args import ModelArgs
@@ -221,13 +222,20 @@ class CachedModel(ABC):
             last_idx [b], indices along s
             output   [b, v/t]
         """
-        x = self.hidden_states(tokens, positions)
+        lengths = None if bool((last_idx == tokens.shape[1] - 1).all()) else last_idx + 1
+        x = self.hidden_states(tokens, positions, lengths)
         if x is not None:
             x = x[last_idx.to(x.device), torch.arange(len(last_idx), device=x.device)]  # [b, h]
         return self.logits(x, len(last_idx))
 
-    def hidden_states(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
+    def hidden_states(
+        self, tokens: torch.Tensor, positions: torch.Tensor, lengths: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
         """Return the last layer's output for ``tokens`` on the stage of that layer, None elsewhere. Collective.
+
+        Args:
+            lengths: [b], number of tokens of each row, which is padded at the end; None: no row has padding, or there
+                are no further passes.
 
         Shapes:
             tokens, positions [b, s]
@@ -235,7 +243,7 @@ class CachedModel(ABC):
         """
         model_stage, (batch_size, length) = self.model_stage, tokens.shape
         self.tokens, self.positions = tokens.to(model_stage.device), positions.to(model_stage.device)
-        self.slots.advance(self.positions)
+        self.slots.advance(self.positions, None if lengths is None else lengths.to(model_stage.device))
         num_shards = model_stage.parallel.group.size if model_stage.parallel.sequence_parallel else 1
         return forward_through_stages(
             model_stage,
@@ -322,7 +330,10 @@ def pad_rows(rows: TokenRows) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class CachedDecoder(CachedModel):
-    """Cached decoder. Rows are padded at the end, which does not affect earlier tokens because attention is causal."""
+    """Cached decoder. Rows are padded at the end, which does not affect earlier tokens because all mixers are causal.
+
+    The caches of recurrent mixers exclude padding (``KVCacheSlots.lengths``).
+    """
 
     def __init__(self, model_stage: ModelStage, capacity: int) -> None:
         super().__init__(model_stage, capacity, range(model_stage.args.num_layers + 1))

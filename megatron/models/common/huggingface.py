@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 # | query, key and value per group | one tensor, all queries first | the same with ``packed_rows=(a d, g d, g d)`` |
 # | queries and keys rotated by halves | rotated by adjacent rows | the same with ``rotary_rows`` |
 # | weight of expert i | one tensor of all experts [E, ...] | ``WeightMapping(("name",), index=i)`` |
+# | one of several projections | one tensor of all projections | ``WeightMapping(("name",), rows=(first, number))`` |
+# | a depthwise convolution [c, k] | [c, 1, k] | ``WeightMapping(("name",), is_convolution=True)`` |
 #
 # The rows of our weight are the first block of each part, then the second block of each part, and so on. Blocks of
 # different parts may have different numbers of rows (with grouped queries: several query heads, one key, one value).
@@ -59,6 +61,9 @@ class WeightMapping:
         index: our weight is element ``index`` of the first dimension of a single Hugging Face tensor, in which all
             weights with the same ``hf_names`` are stacked; None: the tensors are not stacked.
         has_leading_one: the Hugging Face tensor is [1, n], ours is [n].
+        rows: (first row, number of rows) of our weight in a single Hugging Face tensor, whose other rows are other
+            weights; None: our weight has all rows.
+        is_convolution: the Hugging Face tensor is [c, 1, k], ours is [c, k].
     """
 
     hf_names: tuple[str, ...]
@@ -69,6 +74,8 @@ class WeightMapping:
     rotary_rows: tuple[RotaryRows | None, ...] = ()
     index: int | None = None
     has_leading_one: bool = False
+    rows: tuple[int, int] | None = None
+    is_convolution: bool = False
 
 
 def weight_from_hf(mapping: WeightMapping, hf_weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -82,6 +89,10 @@ def weight_from_hf(mapping: WeightMapping, hf_weights: Mapping[str, torch.Tensor
     tensors = [hf_weights[name].detach() for name in mapping.hf_names]
     if mapping.has_leading_one:
         tensors = [tensor.squeeze(0) for tensor in tensors]
+    if mapping.is_convolution:
+        tensors = [tensor.squeeze(1) for tensor in tensors]
+    if mapping.rows is not None:
+        tensors = [tensor.narrow(0, *mapping.rows) for tensor in tensors]
     components = _split_components(mapping, tensors if mapping.index is None else [tensors[0][mapping.index]])
     for idx, rotary_rows in enumerate(mapping.rotary_rows):
         components[idx] = components[idx] if rotary_rows is None else rotary_rows.to_ours(components[idx])
@@ -94,7 +105,9 @@ def weight_from_hf(mapping: WeightMapping, hf_weights: Mapping[str, torch.Tensor
 def weight_to_hf(
     mapping: WeightMapping, weight: torch.Tensor, heights: Mapping[str, int] | None = None
 ) -> dict[str, torch.Tensor]:
-    """Return the Hugging Face tensors of our weight, by name; ``stack_indexed`` stacks those with an ``index``.
+    """Return the Hugging Face tensors of our weight, by name.
+
+    ``stack_indexed`` stacks those with an ``index``, and ``join_rows`` concatenates those with ``rows``.
 
     Args:
         heights: rows of each part by tensor name; None: all parts have the same height.
@@ -126,6 +139,8 @@ def weight_to_hf(
         tensors = [component.t() if component.dim() == 2 else component for component in tensors]
     if mapping.has_leading_one:
         tensors = [component.unsqueeze(0) for component in tensors]
+    if mapping.is_convolution:
+        tensors = [component.unsqueeze(1) for component in tensors]
     return {name: component.contiguous() for name, component in zip(mapping.hf_names, tensors, strict=True)}
 
 
@@ -141,6 +156,38 @@ def stack_indexed(tensors_by_index: Mapping[str, Mapping[int, torch.Tensor]]) ->
         if sorted(tensors) != list(range(len(tensors))):
             raise CheckpointError(f"{name} needs a weight for each index, got only {sorted(tensors)}")
     return {name: torch.stack([tensors[i] for i in range(len(tensors))]) for name, tensors in tensors_by_index.items()}
+
+
+def join_rows(tensors_by_row: Mapping[str, Mapping[int, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the Hugging Face tensors whose rows are several of our weights, given the weight from each first row on.
+
+    Raises:
+        CheckpointError: rows are missing.
+    """
+    import torch
+
+    joined = {}
+    for name, tensors in tensors_by_row.items():
+        in_order = [tensors[start] for start in sorted(tensors)]
+        expected_starts = [0, *itertools.accumulate(len(tensor) for tensor in in_order)][:-1]
+        if sorted(tensors) != expected_starts:
+            raise CheckpointError(f"{name} needs the weights of all its rows, got those from rows {sorted(tensors)} on")
+        joined[name] = torch.cat(in_order)
+    return joined
+
+
+class _PartOfRows:
+    """The rows of a Hugging Face tensor that are one of our weights (``rows``, ``is_convolution``)."""
+
+    def __init__(self, tensor: Sliceable, mapping: WeightMapping) -> None:
+        self._tensor, self._is_convolution = tensor, mapping.is_convolution
+        self._start = 0 if mapping.rows is None else mapping.rows[0]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        rows, *columns = index if isinstance(index, tuple) else (index,)
+        part = self._tensor[self._start + rows.start : self._start + rows.stop]
+        part = part.squeeze(1) if self._is_convolution else part
+        return part[:, columns[0]] if columns else part
 
 
 def read_into(
@@ -164,6 +211,10 @@ def read_into(
     if mapping.has_leading_one:
         hf_weights = {name: hf_weights[name][0:1].squeeze(0) for name in mapping.hf_names}
         shapes = {name: shapes[name][1:] for name in mapping.hf_names}
+    if mapping.rows is not None or mapping.is_convolution:
+        (name,) = mapping.hf_names
+        num_rows = shapes[name][0] if mapping.rows is None else mapping.rows[1]
+        hf_weights, shapes = {name: _PartOfRows(hf_weights[name], mapping)}, {name: [num_rows, shapes[name][-1]]}
     heights = _rows_per_block(mapping, shapes)
     shard_start, shard_stop = shard.start, shard.start + shard.length
     if shard.partition_dim == 0:
@@ -357,6 +408,9 @@ _GPT2_SETTINGS: dict[str, Any] = {
     "attention_value_scale": 1.0,
     "v_head_dim": 0,
     "multi_latent_attention": False,
+    "experimental_attention_variant": "none",
+    "hybrid_layer_pattern": "",
+    "branch_multipliers": "",
 }
 """Setting that distinguishes one decoder from another -> its value in GPT-2."""
 
@@ -493,11 +547,16 @@ def by_recipes(
             raise CheckpointError(f"our model has no weights with these names: {', '.join(unknown)}")
         hf_weights: Tensors = {}
         tensors_by_index: dict[str, dict[int, torch.Tensor]] = {}
+        tensors_by_row: dict[str, dict[int, torch.Tensor]] = {}
         for name, tensor in weights.items():
             hf_names, index = mappings[name].hf_names, mappings[name].index
             if index is not None:
                 (stacked_tensor,) = weight_to_hf(mappings[name], tensor).values()
                 tensors_by_index.setdefault(hf_names[0], {})[index] = stacked_tensor
+                continue
+            if (rows := mappings[name].rows) is not None:
+                (part,) = weight_to_hf(mappings[name], tensor).values()
+                tensors_by_row.setdefault(hf_names[0], {})[rows[0]] = part
                 continue
             heights_by_name = {
                 hf_name: num_rows
@@ -508,6 +567,6 @@ def by_recipes(
             hf_weights.update(
                 weight_to_hf(mappings[name], tensor, heights_by_name if len(heights_by_name) == len(hf_names) else None)
             )
-        return hf_weights | stack_indexed(tensors_by_index)
+        return hf_weights | stack_indexed(tensors_by_index) | join_rows(tensors_by_row)
 
     return {"recipes": recipes_of, "to_ours": to_ours, "from_ours": from_ours}

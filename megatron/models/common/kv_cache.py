@@ -1,43 +1,17 @@
-"""Caches of keys and values for generation."""
+"""Caches of a layer for generation: keys and values, and the state of a recurrent mixer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-
-@dataclass
-class KVCacheSlots:
-    """Slots of the current pass in the caches of all layers: the slot of a token is its position.
-
-    Rows may be at different positions. Slots after a row's newest token may contain stale values: the row's queries do
-    not attend to them, and later tokens overwrite them.
-
-    Args:
-        capacity: maximum number of positions in a row.
-        positions: [b, s], positions of this pass; None before the first pass.
-        stop: one more than the largest position so far.
-        mask: bool [b, 1, s, stop], True where a query may attend; None in the first pass, where all rows start at 0 and
-            attention is causal.
-    """
-
-    capacity: int
-    positions: torch.Tensor | None = None
-    stop: int = 0
-    mask: torch.Tensor | None = None
-
-    def advance(self, positions: torch.Tensor) -> None:
-        """Start a pass over tokens at ``positions`` [b, s]; in the first pass these are 0 ... s-1 in each row."""
-        is_first = self.positions is None
-        self.positions = positions
-        self.stop = int(positions.max()) + 1
-        slots = torch.arange(self.stop, device=positions.device)
-        self.mask = None if is_first else (slots <= positions.unsqueeze(2)).unsqueeze(1)
+from megatron.models.common.cache_slots import KVCacheSlots
+from megatron.models.common.recurrent_cache import RecurrentCache
 
 
 class LayerKVCache:
     """Keys and values of one layer: of its self-attention and, in an encoder-decoder model, of its cross-attention.
+
+    ``recurrent`` is the cache of the layer's recurrent mixer.
 
     Multi-latent attention caches latents and the shared rotated keys instead, as the key and value of one head.
 
@@ -47,6 +21,7 @@ class LayerKVCache:
 
     def __init__(self, slots: KVCacheSlots) -> None:
         self.slots = slots
+        self.recurrent = RecurrentCache(slots)
         self.self_attention: tuple[torch.Tensor, torch.Tensor] | None = None
         self.cross_attention: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -74,6 +49,7 @@ class LayerKVCache:
 
     def keep(self, rows: torch.Tensor) -> None:
         """Keep only the rows ``rows`` of the batch."""
+        self.recurrent.keep(rows)
         if self.self_attention is not None:
             self.self_attention = self.self_attention[0][rows], self.self_attention[1][rows]
         if self.cross_attention is not None:

@@ -205,6 +205,8 @@ class LatentAttention(Attention):
         query = self.query(query_latents[0] if query_latents else x)  # [s, b, a (d_n + d_r) / t]
         query = query.unflatten(-1, (self.num_heads, -1)).permute(1, 2, 0, 3)  # [b, a/t, s, d_n + d_r]
         rotated_key = rotated_key.transpose(0, 1).unsqueeze(1)  # [b, 1, s, d_r]
+        if self.rotary_positions.rotary is None:  # Kimi Linear has no positions
+            return query, latent.transpose(0, 1).unsqueeze(1), rotated_key
         cosine, sine = self.rotary_positions.cos_sin(query, cache, positions)
         query_part, rotated_query = query.split(self.part_sizes, dim=-1)
         rotated_query, rotated_key = (

@@ -10,8 +10,9 @@ import torch
 
 from megatron.config.decoder import has_sinks
 from megatron.config.layer_features import VANILLA
+from megatron.config.layer_types import layer_types
 from megatron.models.common.attention import local_alibi_slopes
-from megatron.models.common.kv_cache import KVCacheSlots
+from megatron.models.common.cache_slots import KVCacheSlots
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.ops.attention import document_mask, mask_value, segment_mask
@@ -83,6 +84,9 @@ class Masks:
     def __init__(self, args: ModelArgs, parallel: ParallelContext) -> None:
         self._args, self._parallel = args, parallel
         self.window = args.window_size
+        types = layer_types(args)
+        self.has_attention = any(layer_type.has_attention for layer_type in types)
+        self.has_recurrent_layers = any(layer_type.recurrent_mixer for layer_type in types)
         self.slopes = local_alibi_slopes(args, parallel)
         self._has_query_shard = parallel.context.size > 1 and not parallel.has_sharded_heads
         # True if layers need a mask even without segment ids
@@ -91,7 +95,7 @@ class Masks:
         self._document_masks, self._cached_pass_masks = (
             {has_window: LastValueCache() for has_window in (False, True)} for _ in range(2)
         )
-        self._document_starts = LastValueCache()
+        self._document_starts, self._full_starts = LastValueCache(), LastValueCache()
         self._zero_starts: torch.Tensor | None = None
 
     @torch.compiler.disable  # the cache persists between calls and cannot be part of a graph
@@ -120,6 +124,23 @@ class Masks:
             return causal
         restrict = _restrict_to_documents if self._parallel.context.size == 1 else self._restrict_across_ranks
         return self._document_masks[has_window].get(segment_ids, partial(restrict, causal, segment_ids))
+
+    @torch.compiler.disable
+    def get_starts(self, segment_ids: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the document starts of recurrent mixers, int32 [b, s]; None for samples with one document.
+
+        Unlike masks, they are those of the full sequence, in its natural order. Collective with context parallelism.
+
+        Args:
+            segment_ids: [b, s/c], of this rank's tokens.
+        """
+        if segment_ids is None or not self.has_recurrent_layers:
+            return None
+        return self._full_starts.get(segment_ids, partial(self._compute_full_starts, segment_ids))
+
+    def _compute_full_starts(self, segment_ids: torch.Tensor) -> torch.Tensor:
+        _query_segments, key_segments = self._parallel.query_and_key_segments(segment_ids)
+        return document_starts(key_segments)
 
     def get_cached_mask(self, slots: KVCacheSlots, dtype: torch.dtype, has_window: bool = False) -> torch.Tensor | None:
         """Return the mask of a forward pass with KV caches, whose queries are at ``slots.positions``."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from megatron.mpu.shard import Shard, is_uninitialized, materialize, set_uninitialized, shard_of
+from tds.param_info import InitialValues, info_of
 
 # Initial weights.
 #
@@ -21,12 +22,14 @@ Rule = Callable[[str, tuple[int, ...]], float | torch.Tensor]
 """Function from logical name and global shape to the standard deviation: a number, or one per row as [rows, 1]."""
 
 ROWS_PER_BLOCK = 1024
-RESIDUAL_OUTPUTS = ("attention.dense.weight", ".down.weight")
+RESIDUAL_OUTPUTS = ("attention.dense.weight", "recurrent.dense.weight", ".down.weight")
 
 
 @torch.no_grad()
 def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], *, seed: int, rule: Rule) -> None:
     """Fill uninitialised weights in place with normal(0, ``rule(name, shape)``), where ``name`` is the logical name.
+
+    A weight with ``initial_values`` (``ParamInfo``) has these instead.
 
     Padded vocabulary rows are zero. Parameters that a module has initialised (biases, norms, a user's own layers) are
     not changed.
@@ -35,15 +38,17 @@ def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], *, seed: in
         if not is_uninitialized(parameter):
             continue
         materialize(parameter)
-        shard = shard_of(parameter)
-        _fill_normal(parameter, shard, name, seed, rule(name, shard.global_shape))
+        shard, initial_values = shard_of(parameter), info_of(parameter).initial_values
+        std = 1.0 if initial_values else rule(name, shard.global_shape)
+        _fill_normal(parameter, shard, name, seed, std, initial_values)
         set_uninitialized(parameter, False)
 
 
-def gpt2_rule(std: float, num_layers: int, width_multiplier: float = 1.0) -> Rule:
+def gpt2_rule(std: float, num_layers: float, width_multiplier: float = 1.0) -> Rule:
     """Return GPT-2's rule: ``std / sqrt(2 num_layers)`` for projections into the residual stream, otherwise ``std``.
 
     Args:
+        num_layers: half the number of additions to the residual stream; a layer with one half counts 0.5.
         width_multiplier: muP's m: the standard deviation of the layers' matrices is multiplied by ``1 / sqrt(m)``;
             embeddings and head are not changed.
 
@@ -59,7 +64,14 @@ def gpt2_rule(std: float, num_layers: int, width_multiplier: float = 1.0) -> Rul
     return rule
 
 
-def _fill_normal(parameter: torch.Tensor, shard: Shard, name: str, seed: int, std: float | torch.Tensor) -> None:
+def _fill_normal(
+    parameter: torch.Tensor,
+    shard: Shard,
+    name: str,
+    seed: int,
+    std: float | torch.Tensor,
+    initial_values: InitialValues | None,
+) -> None:
     parameter.zero_()
     num_rows = shard.global_shape[0]
     for block_start in range(0, num_rows, ROWS_PER_BLOCK):
@@ -68,7 +80,7 @@ def _fill_normal(parameter: torch.Tensor, shard: Shard, name: str, seed: int, st
             continue
         scale = std[block_start:block_stop] if isinstance(std, torch.Tensor) else std
         block = _random_block(name, seed, block_start, block_stop - block_start, shard.global_shape[1:]) * scale
-        _copy_overlap(parameter, shard, block, block_start)
+        _copy_overlap(parameter, shard, block if initial_values is None else initial_values(block), block_start)
 
 
 def _random_block(name: str, seed: int, block_start: int, num_rows: int, row_shape: tuple[int, ...]) -> torch.Tensor:

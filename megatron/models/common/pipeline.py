@@ -359,9 +359,10 @@ class TransformerLayerPipe(TransformerLayer):
         x, *passed_through = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
         segment_ids, positions = split_passed_through(passed_through, self.has_positions)
         mask = None
-        if segment_ids is not None or self.masks.is_always_needed:
+        if self.has_attention and (segment_ids is not None or self.masks.is_always_needed):
             mask = self.masks.get_mask(x, segment_ids, self.has_window)
-        x = super().forward(x, mask, None, positions, mask)
+        starts = None if self.recurrent is None else self.masks.get_starts(segment_ids)
+        x = super().forward(x, mask, None, positions, mask, starts)
         return (x, *passed_through) if passed_through else x
 
 

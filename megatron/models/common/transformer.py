@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from megatron.config.decoder import SEPARATE_NORMS, SEQUENTIAL, has_window
-from megatron.config.experts import has_experts
+from megatron.config.layer_types import EXPERTS, NO_MIXER, NO_MLP, layer_types
+from megatron.config.recurrent import norm_placement_of
 from megatron.models.common.attention import SelfAttention
 from megatron.models.common.experts import MoE
 from megatron.models.common.kv_cache import LayerKVCache
@@ -18,6 +19,7 @@ from megatron.models.common.latent_attention import LatentAttention
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import add_and_norm, make_norm
 from megatron.models.common.parallel_context import ParallelContext
+from megatron.models.common.recurrent_mixers import make_recurrent_mixer
 from megatron.models.common.xielu import XIELU
 from megatron.mpu.activation_storage import ActivationOffload, ActivationStorage
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
@@ -158,9 +160,9 @@ class MLP(nn.Module):
             set_matrices(self.up.weight, (1, 1))
         self.activation = XIELU(parallel) if args.activation == "xielu" else activation(args.activation)
         self.clamp_value, self.value_offset = args.activation_func_clamp_value, args.glu_linear_offset
-        self.has_gate_kernel = (
-            args.activation in gated_activation.NAMES and not self.clamp_value and not self.value_offset
-        )
+        self.gate_multiplier, self.output_multiplier = args.multipliers.mlp_gate, args.multipliers.mlp_output
+        is_plain_gate = not self.clamp_value and not self.value_offset and self.gate_multiplier == 1.0
+        self.has_gate_kernel = args.activation in gated_activation.NAMES and is_plain_gate
         self.down = RowParallelLinear(f, h, bias=args.hidden_bias, **parallel.layer_kwargs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -170,7 +172,8 @@ class MLP(nn.Module):
             hidden = self.gate(gate, value, uses_kernel)  # [s, b, f/t]
         else:
             hidden = self.activation(self.up(x))  # [s, b, f/t]
-        return self.down(self._apply_dropout(hidden))
+        y = self.down(self._apply_dropout(hidden))
+        return y if self.output_multiplier == 1.0 else y * self.output_multiplier
 
     def uses_gate_kernel(self, x: torch.Tensor) -> bool:
         """Return True if a Triton kernel computes the gated activation of ``x``."""
@@ -180,6 +183,8 @@ class MLP(nn.Module):
         """Return ``activation(gate) * (value + offset)``, after clamping gate and value if the model requires it."""
         if uses_kernel:
             return gated_activation.gated_activation(self.activation_name, gate, value)
+        if self.gate_multiplier != 1.0:
+            gate = gate * self.gate_multiplier
         if self.clamp_value:
             gate, value = gate.clamp(max=self.clamp_value), value.clamp(-self.clamp_value, self.clamp_value)
         return self.activation(gate) * (value + self.value_offset if self.value_offset else value)
@@ -199,9 +204,10 @@ class MLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Transformer layer: attention and feed-forward, each with norms, dropout and a residual connection.
+    """Layer of a decoder: a mixer and a feed-forward half, each with norms, dropout and a residual connection.
 
-    ``f`` is the attention or the feed-forward layer in this table:
+    The mixer is attention, a recurrent mixer, or the sum of both. The layer's ``LayerType`` determines it; either half
+    may be absent. ``f`` is the mixer or the feed-forward half in this table:
 
     | norm_placement | output |
     |---|---|
@@ -209,8 +215,8 @@ class TransformerLayer(nn.Module):
     | after | ``x + dropout(norm(f(x)))``, as in OLMo 2 |
     | both | ``x + dropout(norm(f(norm(x))))``, as in Gemma 2 |
 
-    Attention is applied first, and its output is the input of the feed-forward layer. With ``parallel_residual`` both
-    have the same input: ``x + dropout(attention(norm(x))) + dropout(mlp(norm(x)))``, where they share the norm
+    The mixer is applied first, and its output is the input of the feed-forward half. With ``parallel_residual`` both
+    have the same input: ``x + dropout(mixer(norm(x))) + dropout(mlp(norm(x)))``, where they share the norm
     (shared-norm) or each has its own (separate-norms).
 
     With ``residual_scale`` c, the output of ``f`` (or of its norm) is multiplied by ``c / sqrt(num_layers)`` before
@@ -219,9 +225,10 @@ class TransformerLayer(nn.Module):
     Shapes:
         x           [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
         mask        from ``Masks``, or None for causal; ``window_mask`` is used instead in layers with a window
+        starts      int32 [b, s], document starts of recurrent mixers (``Masks.get_starts``), or None for one document
         output      as x
 
-    ``cache`` and ``positions`` are passed to ``SelfAttention``.
+    ``cache`` and ``positions`` are passed to the mixer.
 
     Args:
         layer: index of this layer in the full model, from 0; part of the keys of its dropout masks.
@@ -233,40 +240,77 @@ class TransformerLayer(nn.Module):
         self.hidden_dropout = args.hidden_dropout
         self.residual_multiplier = args.residual_multiplier
         self.is_residual_normed = args.apply_residual_connection_post_layernorm
-        self.has_window = has_window(args, layer)
+        layer_type = layer_types(args)[layer]
+        self.has_attention = layer_type.has_attention
+        self.has_window = self.has_attention and has_window(args, layer)
         self.parallel = parallel
-        has_pre_norm, has_post_norm = (args.norm_placement in (placement, "both") for placement in ("before", "after"))
-        self.input_norm = make_norm(args, parallel) if has_pre_norm else None
+        has_mixer, has_mlp = layer_type.mixer != NO_MIXER, layer_type.feed_forward != NO_MLP
+        norm_placement = norm_placement_of(args, layer_type)
+        has_pre_norm, has_post_norm = (norm_placement in (placement, "both") for placement in ("before", "after"))
+        self.input_norm = make_norm(args, parallel) if has_pre_norm and has_mixer else None
         attention_class = LatentAttention if args.multi_latent_attention else SelfAttention
-        self.attention = attention_class(args, parallel, layer)
-        self.attention_output_norm = make_norm(args, parallel) if has_post_norm else None
+        self.attention = attention_class(args, parallel, layer) if self.has_attention else None
+        self.recurrent: nn.Module | None = None
+        if layer_type.recurrent_mixer:
+            self.recurrent = make_recurrent_mixer(layer_type.recurrent_mixer, args, parallel, layer)
+        self.attention_output_norm = make_norm(args, parallel) if has_post_norm and has_mixer else None
         self.is_parallel = args.parallel_residual != SEQUENTIAL
         has_second_norm = has_pre_norm and args.parallel_residual in (SEQUENTIAL, SEPARATE_NORMS)
-        self.post_attention_norm = make_norm(args, parallel) if has_second_norm else None
-        self.mlp = MoE(args, parallel, MLP) if has_experts(args, layer) else MLP(args, parallel)
-        self.mlp_output_norm = make_norm(args, parallel) if has_post_norm else None
+        self.post_attention_norm = make_norm(args, parallel) if has_second_norm and has_mlp else None
+        self.mlp: nn.Module | None = None
+        if has_mlp:
+            self.mlp = MoE(args, parallel, MLP) if layer_type.feed_forward == EXPERTS else MLP(args, parallel)
+        self.mlp_output_norm = make_norm(args, parallel) if has_post_norm and has_mlp else None
 
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerKVCache | None = None,
         positions: torch.Tensor | None = None, window_mask: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
     ) -> torch.Tensor:  # fmt: skip
+        if self.attention is None and self.recurrent is None:
+            return self._add_mlp(*self._norm(self.post_attention_norm, x))
         x, normed = self._norm(self.input_norm, x)
-        branch = self.attention(normed, window_mask if self.has_window else mask, cache, positions)
+        branch = self._mix(normed, window_mask if self.has_window else mask, cache, positions, starts)
         branch = branch if self.attention_output_norm is None else self.attention_output_norm(branch)
+        if self.mlp is None:
+            return self._add(self._residual(x, normed), branch, "attention output")
         if self.is_parallel:
             return self._add_parallel_mlp(x, normed, branch)
         x, normed = self._add_and_norm(
             self.post_attention_norm, self._residual(x, normed), branch, site="attention output"
         )
-        branch = self.mlp(normed)
-        branch = branch if self.mlp_output_norm is None else self.mlp_output_norm(branch)
-        return self._add(self._residual(x, normed), branch, "mlp output")
+        return self._add_mlp(x, normed)
+
+    def _mix(
+        self,
+        normed: torch.Tensor,
+        mask: torch.Tensor | None,
+        cache: LayerKVCache | None,
+        positions: torch.Tensor | None,
+        starts: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return the output of attention, of the recurrent mixer, or their sum."""
+        outputs = []
+        if self.attention is not None:
+            outputs.append(self.attention(normed, mask, cache, positions))
+        if self.recurrent is not None:
+            recurrent_cache = None if cache is None else cache.recurrent
+            outputs.append(self.recurrent(normed, None, recurrent_cache, positions, starts))
+        return outputs[0] if len(outputs) == 1 else outputs[0] + outputs[1]
+
+    def _add_mlp(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """Return the residual connection plus the output of the feed-forward half applied to ``normed``."""
+        return self._add(self._residual(x, normed), self._mlp_branch(normed), "mlp output")
 
     def _add_parallel_mlp(self, x: torch.Tensor, normed: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` plus the output of attention, ``branch``, and of the feed-forward layer applied to ``x``."""
-        mlp_branch = self.mlp(normed if self.post_attention_norm is None else self.post_attention_norm(x))
-        mlp_branch = mlp_branch if self.mlp_output_norm is None else self.mlp_output_norm(mlp_branch)
+        """Return ``x`` plus the output of the mixer, ``branch``, and of the feed-forward half applied to ``x``."""
+        mlp_branch = self._mlp_branch(normed if self.post_attention_norm is None else self.post_attention_norm(x))
         return self._add(self._add(x, branch, "attention output"), mlp_branch, "mlp output")
+
+    def _mlp_branch(self, normed: torch.Tensor) -> torch.Tensor:
+        assert self.mlp is not None
+        branch: torch.Tensor = self.mlp(normed)
+        return branch if self.mlp_output_norm is None else self.mlp_output_norm(branch)
 
     def _residual(self, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         return normed if self.is_residual_normed else x

@@ -57,7 +57,7 @@ from typing import Any
 
 from megatron.config import Config
 from megatron.config.decoder import ARCHITECTURE, has_sinks, has_window, query_groups, window_layers
-from megatron.config.experts import has_experts
+from megatron.config.layer_types import has_experts
 from megatron.errors import CheckpointError
 from megatron.models.common.huggingface import (
     HFFormat,

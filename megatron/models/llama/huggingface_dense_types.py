@@ -116,7 +116,7 @@ def _ministral3_problems(model: ModelConfig) -> Iterator[str]:
 # Granite: four factors. The scalings of MiniCPM are the same factors, given by other numbers.
 
 
-def _granite_fields(model: ModelConfig) -> dict[str, Any]:
+def granite_fields(model: ModelConfig) -> dict[str, Any]:
     logit_multiplier = model.logit_multiplier
     return {
         "embedding_multiplier": model.embedding_multiplier,
@@ -126,7 +126,7 @@ def _granite_fields(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _granite_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
+def granite_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
     numbers = {
         name: settings[name]
         for name in ("embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier")
@@ -311,8 +311,8 @@ DENSE_TYPES = (
             "residual_multiplier": 1.0, "attention_multiplier": 1.0,
         },
         biases=_ALL_BIASES,
-        fields=_granite_fields,
-        values=_granite_values,
+        fields=granite_fields,
+        values=granite_values,
     ),
     DenseType(
         model_type="stablelm",

@@ -24,8 +24,8 @@ from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
 from megatron.config.debug import DebugConfig
 from megatron.config.decoder import ROPE, window_pattern
-from megatron.config.experts import expert_layers
 from megatron.config.layer_features import no_rope_layers
+from megatron.config.layer_types import ATTENTION, EXPERTS, LayerType, is_hybrid, layer_types, type_of_letter
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
@@ -50,11 +50,11 @@ class ShrinkError(Exception):
 
 
 @dataclass(frozen=True)
-class LayerType:
+class LayerParts:
     """The parts of a decoder layer that depend on its index."""
 
     has_window: bool
-    has_experts: bool
+    layer_type: LayerType
     has_rotary: bool
 
 
@@ -245,7 +245,7 @@ def _shrink_model(config: Config, parallel: ParallelConfig, seq_length: int) -> 
             "v_head_dim": 8 if model.v_head_dim == model.qk_head_dim else 6,
         }
 
-    types = _layer_types(model) if is_decoder else []
+    types = _layer_parts(model) if is_decoder else []
     num_layers, layout, patterns = _shrink_layers(config, parallel, types)
     small = replace(
         model,
@@ -268,6 +268,7 @@ def _shrink_model(config: Config, parallel: ParallelConfig, seq_length: int) -> 
         mtp_num_layers=min(model.mtp_num_layers, 2),
         attention_temperature_floor=min(model.attention_temperature_floor, MAX_FACTOR_OF_DOCUMENTS),
         **latents,
+        **_shrink_recurrent(model, unit),
         **patterns,
         **(_shrink_experts(model, parallel, hidden) if model.num_experts else {}),
     )
@@ -279,6 +280,29 @@ def _base_size(base: int, size: int, small_size: int) -> int:
     if not base:
         return 0
     return small_size if base == size else small_size // 2 if base < size else small_size * 2
+
+
+def _shrink_recurrent(model: ModelConfig, tensor: int) -> dict[str, Any]:
+    """Return the sizes of small recurrent mixers, with two key heads or groups per tensor rank if the model has them.
+
+    Sizes of mixers that the model does not have are reset to their defaults by ``ModelConfig``.
+    """
+    key_heads = 2 * tensor if model.linear_num_key_heads >= 2 * tensor else tensor
+    value_heads = key_heads * min(model.linear_num_value_heads // model.linear_num_key_heads, 2)
+    is_square = model.linear_key_head_dim == model.linear_value_head_dim
+    groups = model.mamba_num_groups if model.mamba_num_groups < tensor else tensor
+    has_one_norm = model.mamba_norm_groups != model.mamba_num_groups
+    return {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8 if is_square else 6,
+        "mamba_state_dim": 6,
+        "mamba_head_dim": 8,
+        "mamba_num_groups": groups,
+        "mamba_num_heads": 2 * tensor,
+        "mamba_norm_groups": 1 if has_one_norm else groups,
+    }
 
 
 def _shrink_experts(model: ModelConfig, parallel: ParallelConfig, hidden: int) -> dict[str, Any]:
@@ -307,26 +331,27 @@ def _shrink_experts(model: ModelConfig, parallel: ParallelConfig, hidden: int) -
     }
 
 
-def _layer_types(model: ModelConfig) -> list[LayerType]:
-    """Return the type of each layer of a decoder."""
+def _layer_parts(model: ModelConfig) -> list[LayerParts]:
+    """Return the parts of each layer of a decoder; windows and rotary positions are parts of attention."""
     count = model.num_layers
     has_window = window_pattern(model.window_attn_skip_freq, count) if model.window_size else (False,) * count
-    has_experts = expert_layers(model.moe_layer_freq, count) if model.num_experts else (False,) * count
     is_rope = model.position_embedding_type == ROPE
     has_no_rope = no_rope_layers(model.no_rope_freq, count) if is_rope else (True,) * count
     return [
-        LayerType(window, experts, not no_rope)
-        for window, experts, no_rope in zip(has_window, has_experts, has_no_rope, strict=True)
+        LayerParts(
+            window and layer_type.has_attention, layer_type, layer_type.has_attention and is_rope and not no_rope
+        )
+        for window, layer_type, no_rope in zip(has_window, layer_types(model), has_no_rope, strict=True)
     ]
 
 
 def _shrink_layers(
-    config: Config, parallel: ParallelConfig, types: Sequence[LayerType]
+    config: Config, parallel: ParallelConfig, types: Sequence[LayerParts]
 ) -> tuple[int, str | None, dict[str, Any]]:
     """Return the layer count, the layers by pipeline chunk, and the fields with layer patterns.
 
     Args:
-        types: type of each layer of a decoder; empty for another family.
+        types: parts of each layer of a decoder; empty for another family.
     """
     model = config.model
     num_chunks = parallel.num_stages * parallel.chunks
@@ -350,11 +375,23 @@ def _shrink_layers(
         name: str([int(value) for value in values])
         for name, is_set, values in (
             ("window_attn_skip_freq", bool(model.window_attn_skip_freq), [t.has_window for t in small_types]),
-            ("moe_layer_freq", model.moe_layer_freq != "1", [t.has_experts for t in small_types]),
+            (
+                "moe_layer_freq",
+                model.moe_layer_freq != "1" and not model.hybrid_layer_pattern,
+                [t.layer_type.feed_forward == EXPERTS for t in small_types],
+            ),
             ("no_rope_freq", bool(model.no_rope_freq), [not t.has_rotary for t in small_types]),
+            (
+                "linear_attention_freq",
+                is_hybrid(model) and not model.hybrid_layer_pattern,
+                [t.layer_type.mixer != ATTENTION for t in small_types],
+            ),
         )
         if is_set
     }
+    if model.hybrid_layer_pattern:
+        letters = {type_of_letter(letter, model): letter for letter in model.hybrid_layer_pattern}
+        patterns["hybrid_layer_pattern"] = "".join(letters[t.layer_type] for t in small_types)
     if not parallel.has_pipeline:
         return num_layers, None, patterns
     chunks = ["t" * size for size in chunk_sizes]

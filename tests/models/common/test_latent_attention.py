@@ -15,8 +15,9 @@ from megatron.config import parse
 from megatron.config.model import ModelConfig
 from megatron.costs.decoder_cost import DecoderCosts
 from megatron.errors import ConfigError
+from megatron.models.common.cache_slots import KVCacheSlots
 from megatron.models.common.decoder import DecoderModel
-from megatron.models.common.kv_cache import KVCacheSlots, LayerKVCache
+from megatron.models.common.kv_cache import LayerKVCache
 from megatron.models.common.latent_attention import LatentAttention
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.groups import build_grid

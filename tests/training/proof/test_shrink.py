@@ -11,8 +11,9 @@ from megatron.arguments.validate import find_problems
 from megatron.config import Config, parse
 from megatron.config.decoder import window_pattern
 from megatron.config.experts import expert_layers
+from megatron.config.layer_types import layer_types
 from megatron.config.pipeline_layout import parse_layout
-from megatron.training.proof.shrink import MAX_RANKS, ShrinkError, Shrunk, _layer_types, shrink
+from megatron.training.proof.shrink import MAX_RANKS, ShrinkError, Shrunk, _layer_parts, shrink
 
 LARGE = "--hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --vocab-size 50000 --data-path none"
 DEEPSEEK = (
@@ -21,6 +22,7 @@ DEEPSEEK = (
     "--moe-layer-freq ([0]*3+[1]*58) --moe-shared-expert-intermediate-size 2048 --moe-ffn-hidden-size 2048 "
     "--expert-model-parallel-size 4 --mtp-num-layers 1"
 )
+QWEN3_NEXT = "--experimental-attention-variant gdn --linear-attention-freq 4 --num-experts 8"
 
 
 def make_config(flags: str, world_size: int, family: str = "gpt2") -> Config:
@@ -47,6 +49,9 @@ def shrink_run(flags: str, world_size: int, family: str = "gpt2") -> Shrunk:
         ("--model llama --num-layers 48 --no-rope-freq 4 --window-size 100 --window-attn-skip-freq 3", 4, 4),
         (DEEPSEEK, 8, 2),
         ("--model llama --num-layers 24 --num-experts 8 --moe-layer-freq 2", 4, 2),
+        (f"--model llama --num-layers 48 {QWEN3_NEXT}", 4, 2),
+        ("--hybrid-layer-pattern M-M-*-MEM-*-ME --num-experts 8 --activation squared-relu", 4, 4),
+        ("--num-layers 12 --experimental-attention-variant parallel_mamba2 --mamba-norm-groups 1", 4, 1),
     ],
 )
 @pytest.mark.parametrize("layout", ["", "--pipe-parallel-size 4", "--pipe-parallel-size 2 --pipeline-chunks 2"])
@@ -54,15 +59,31 @@ def test_every_layer_type_and_chunk_has_a_layer(flags: str, world_size: int, num
     world_size *= 4
     original = make_config(f"{flags} {layout} --gas 8", world_size)
     small = shrink_run(f"{flags} {layout} --gas 8", world_size).config
-    types = _layer_types(small.model)
-    assert set(types) == set(_layer_types(original.model)) and len(set(types)) == num_types
-    assert types[-1] == _layer_types(original.model)[-1]
+    types = _layer_parts(small.model)
+    assert set(types) == set(_layer_parts(original.model)) and len(set(types)) == num_types
+    assert types[-1] == _layer_parts(original.model)[-1]
     assert small.parallel.chunks == original.parallel.chunks
     assert bool(small.model.mtp_num_layers) == bool(original.model.mtp_num_layers)
     if layout:
         chunks = parse_layout(str(small.parallel.pipeline_layout))
         assert len(chunks) == 4 and all("t" in chunk for chunk in chunks)
         assert len(types) <= max(4, num_types)
+
+
+def test_recurrent_mixers_are_kept_with_small_heads() -> None:
+    shrunk = shrink_run(f"--model llama --num-layers 48 {QWEN3_NEXT} --model-parallel-size 2", 8)
+    model = shrunk.config.model
+    assert [layer_type.label for layer_type in layer_types(model)] == [
+        "gated-delta-net + experts",
+        "attention + experts",
+    ]
+    sizes = model.linear_num_key_heads, model.linear_num_value_heads, model.linear_key_head_dim
+    assert sizes == (4, 8, 8) and model.linear_attention_freq == "[1, 0]"
+    pattern = shrink_run(
+        "--hybrid-layer-pattern M-M*-M-M- --mamba-norm-groups 1 --model-parallel-size 2", 2
+    ).config.model
+    assert pattern.hybrid_layer_pattern == "M*-" and (pattern.mamba_num_groups, pattern.mamba_norm_groups) == (2, 1)
+    assert pattern.mamba_num_heads == 4
 
 
 def test_types_of_layers_are_kept_with_their_patterns() -> None:

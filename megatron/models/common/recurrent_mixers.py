@@ -1,0 +1,46 @@
+"""The recurrent mixers of hybrid decoders.
+
+Each mixer is one module with the same interface. It is constructed with (args, parallel, layer index), and called with
+
+| argument | value |
+|---|---|
+| x | [s, b, h], or this rank's shard of the sequence, depending on ``parallel`` |
+| mask | None: the mixer is causal by construction |
+| cache | ``RecurrentCache``, or None in training |
+| positions | rotary positions, which mixers ignore |
+| starts | int32 [b, s], document starts of the full sequence over all context ranks; None: one document |
+
+It returns an output as x. Its output projection is called ``dense``, as in attention. With a cache, the mixer continues
+from the cached state. Tokens do not read the state and the convolution inputs of other documents.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import nn
+
+from megatron.config.layer_types import GATED_DELTA_NET, KIMI_DELTA, MAMBA2
+from megatron.models.common.model_args import ModelArgs
+from megatron.models.common.parallel_context import ParallelContext
+
+MIXERS = {
+    GATED_DELTA_NET: "megatron.models.common.gated_delta_net:GatedDeltaNet",
+    KIMI_DELTA: "megatron.models.common.kimi_delta:KimiDeltaAttention",
+    MAMBA2: "megatron.models.common.mamba2:Mamba2",
+}
+"""Mixer -> module and class."""
+
+
+def make_recurrent_mixer(mixer: str, args: ModelArgs, parallel: ParallelContext, layer: int) -> nn.Module:
+    """Build the recurrent mixer of one layer.
+
+    Args:
+        mixer: a key of ``MIXERS``.
+        layer: index of the layer in the full model, from 0.
+    """
+    module_name, _separator, class_name = MIXERS[mixer].partition(":")
+    mixer_class: Any = getattr(importlib.import_module(module_name), class_name)
+    module: nn.Module = mixer_class(args, parallel, layer)
+    return module
