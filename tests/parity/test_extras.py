@@ -89,7 +89,7 @@ EFFECTIVE_FLAGS = {
     "afmoe": ("--no-rope-freq 4", "--no-rope-freq [1,0,0,0]"),
     "mimo": (
         "--sink-layers all", "--v-head-dim 10", "--window-num-query-groups 2", "--attention-value-scale 1",
-        "--softmax-type vanilla",
+        "--softmax-type off-by-one",
     ),
     "dense": ("--qk-norm-order before", "--qk-norm l2", "--softmax-type vanilla", "--no-rope-freq 4"),
 }  # fmt: skip
