@@ -77,6 +77,8 @@ TYPE_SETTINGS = {
     "olmoe": {"qk_norm": "all", "moe_router_pre_softmax": True},
     "minimax_m2": {"qk_norm": "all", "rotary_base": 5e6, "moe_router_enable_expert_bias": True},
     "ernie4_5_moe": {"rotary_base": 5e5, "moe_router_score_function": "softmax", "untie_embeddings": False},
+    "falcon_h1": {"experimental_attention_variant": "parallel_mamba2", "mamba_norm": "none"},
+    "granitemoehybrid": {"experimental_attention_variant": "mamba2", "position_embedding_type": "none"},
 }  # fmt: skip
 """Model type -> some of its settings."""
 COMMON_SETTINGS = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
@@ -116,6 +118,8 @@ def size_flags(name: str) -> str:
     """Return flags with sizes for ``--model name``."""
     architecture = require_architecture(name)
     flags = LATENT_SIZE_FLAGS if architecture.settings["multi_latent_attention"] else SIZE_FLAGS
+    if architecture.settings["experimental_attention_variant"] in ("mamba2", "parallel_mamba2"):
+        flags += " --mamba-num-heads 8"
     has_window_groups = "window_num_query_groups" in architecture.required_fields
     return f"{flags} --kv-channels 12 --window-size 128 --window-num-query-groups 6" if has_window_groups else flags
 
@@ -158,6 +162,7 @@ def test_model_name_preserves_sizes_and_dropout(name: str) -> None:
     )
     if config.model.multi_latent_attention:
         other_fields -= {"kv_hidden_size", "v_head_dim"}
+    other_fields -= {"mamba_num_heads"}  # has no effect in the baseline
     assert {field: getattr(config.model, field) for field in other_fields} == {
         field: getattr(baseline.model, field) for field in other_fields
     }

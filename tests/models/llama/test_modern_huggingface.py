@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, model_flags
-from megatron.config import Config, latent_attention, parse
+from megatron.config import Config, latent_attention, parse, recurrent
 from megatron.config.decoder import IDENTITY, window_pattern
 from megatron.errors import CheckpointError
 from megatron.models.common import huggingface
@@ -249,6 +249,7 @@ def test_formats_cover_every_decoder_setting() -> None:
         "alibi_bias_max", "window_attn_skip_freq", "mup_base_head_dim", "moe_router_group_score_topk", "mtp_num_layers",
     }  # fmt: skip
     dependent_fields |= {*latent_attention.LATENT_ONLY} - {"multi_latent_attention"}
+    dependent_fields |= {"linear_attention_freq", *recurrent.LINEAR, *recurrent.MAMBA}
     dependent_fields |= {*huggingface_experts._MIXTRAL_SETTINGS, *huggingface_experts._SIZES}
     assert set(IDENTITY) == dependent_fields | (
         set(huggingface._GPT2_SETTINGS) - {"apply_residual_connection_post_layernorm"}
