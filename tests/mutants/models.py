@@ -165,7 +165,7 @@ def next_sentence_loss_counts_on_every_context_rank(original: Any) -> Any:
 # Sinks
 
 
-@mutant("megatron.models.common.attention_extras:Sinks.__init__", f"{SINK_LAYOUT}[gpt_oss-grid1---sequence-parallel]")
+@mutant("megatron.models.common.attention_extras:Sinks.__init__", f"{SINK_LAYOUT}[gpt_oss-2-1-1-1---sequence-parallel]")
 def sinks_of_other_tensor_ranks_are_missing_from_the_gradient_norm(original: Any) -> Any:
     """A weight that is not marked as a shard counts on the first tensor rank only."""
     return call_after_init(original, lambda self: set_shard(self.weight, Shard(tuple(self.weight.shape))))

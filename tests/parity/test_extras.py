@@ -64,7 +64,14 @@ def check_difference(diff: Difference) -> None:
 
 @pytest.mark.parametrize(
     ("variant", "grid", "options"),
-    [pytest.param(*case, marks=() if case in QUICK_CASES else pytest.mark.slow) for case in CASES],
+    [
+        pytest.param(
+            *case,
+            id="-".join(map(str, (case[0], *case[1], case[2]))),
+            marks=() if case in QUICK_CASES else pytest.mark.slow,
+        )
+        for case in CASES
+    ],
 )
 def test_every_layout_equals_single_process(variant: str, grid: tuple[int, int, int, int], options: str) -> None:
     *layout, context = grid
