@@ -165,9 +165,18 @@ def next_sentence_loss_counts_on_every_context_rank(original: Any) -> Any:
 # Sinks
 
 
-@mutant("megatron.models.common.attention_extras:Sinks.__init__", f"{SINK_LAYOUT}[gpt_oss-2-1-1-1---sequence-parallel]")
+@mutant("tds.grad_norm:is_counted_in_norm", f"{SINK_LAYOUT}[gpt_oss-2-1-1-1---sequence-parallel]")
 def sinks_of_other_tensor_ranks_are_missing_from_the_gradient_norm(original: Any) -> Any:
-    """A weight that is not marked as a shard counts on the first tensor rank only."""
+    """Sharded vectors, such as sinks, count on the first tensor rank only."""
+    return lambda parameter, tensor_rank: original(parameter, tensor_rank) and (parameter.dim() > 1 or not tensor_rank)
+
+
+@mutant(
+    "megatron.models.common.attention_extras:Sinks.__init__",
+    f"{SINK_LAYOUT}[gpt_oss-2-1-1-1---sequence-parallel]",
+    raises=True,
+)
+def sinks_are_not_marked_as_shards(original: Any) -> Any:
     return call_after_init(original, lambda self: set_shard(self.weight, Shard(tuple(self.weight.shape))))
 
 

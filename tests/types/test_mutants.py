@@ -45,7 +45,7 @@ DETECTED = {
     "models.gradient_of_the_mean_over_all_heads_is_not_summed": MIXED,
     "models.gradients_of_different_experts_are_summed": "but ranks 0 and 2 hold different weights or shards",
     "models.gradients_of_sequence_parallel_norms_are_not_marked_as_partial": MIXED,
-    "models.sinks_of_other_tensor_ranks_are_missing_from_the_gradient_norm": MIXED,
+    "models.sinks_are_not_marked_as_shards": MIXED,
     "mtp.sequence_ranks_keep_only_their_gradient": MIXED,
 }
 """Mutants that the types detect -> part of the message. All other mutants of ``tests/mutants/mpu.py`` type-check."""
