@@ -9,7 +9,6 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
-from megatron.config.layer_types import GATED_DELTA_NET, KIMI_DELTA, MAMBA2
 from megatron.models.common import recurrent_mixers
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
@@ -54,6 +53,5 @@ class DecayMixer(nn.Module):
 @contextmanager
 def every_recurrent_mixer_decays() -> Iterator[None]:
     """Replace all recurrent mixers by ``DecayMixer`` in the block."""
-    target = f"{__name__}:{DecayMixer.__name__}"
-    with patch.dict(recurrent_mixers.MIXERS, dict.fromkeys((GATED_DELTA_NET, KIMI_DELTA, MAMBA2), target)):
+    with patch.dict(recurrent_mixers.MIXERS, dict.fromkeys(recurrent_mixers.MIXERS, DecayMixer)):
         yield

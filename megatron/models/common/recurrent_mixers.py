@@ -16,21 +16,19 @@ from the cached state. Tokens do not read the state and the convolution inputs o
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from torch import nn
 
 from megatron.config.layer_types import GATED_DELTA_NET, KIMI_DELTA, MAMBA2
+from megatron.models.common.gated_delta_net import GatedDeltaNet
+from megatron.models.common.kimi_delta import KimiDeltaAttention
+from megatron.models.common.mamba2 import Mamba2
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
 
-MIXERS = {
-    GATED_DELTA_NET: "megatron.models.common.gated_delta_net:GatedDeltaNet",
-    KIMI_DELTA: "megatron.models.common.kimi_delta:KimiDeltaAttention",
-    MAMBA2: "megatron.models.common.mamba2:Mamba2",
-}
-"""Mixer -> module and class."""
+MIXERS: dict[str, Any] = {GATED_DELTA_NET: GatedDeltaNet, KIMI_DELTA: KimiDeltaAttention, MAMBA2: Mamba2}
+"""Mixer -> its class."""
 
 
 def make_recurrent_mixer(mixer: str, args: ModelArgs, parallel: ParallelContext, layer: int) -> nn.Module:
@@ -40,7 +38,5 @@ def make_recurrent_mixer(mixer: str, args: ModelArgs, parallel: ParallelContext,
         mixer: a key of ``MIXERS``.
         layer: index of the layer in the full model, from 0.
     """
-    module_name, _separator, class_name = MIXERS[mixer].partition(":")
-    mixer_class: Any = getattr(importlib.import_module(module_name), class_name)
-    module: nn.Module = mixer_class(args, parallel, layer)
+    module: nn.Module = MIXERS[mixer](args, parallel, layer)
     return module

@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 from megatron.config import Config
-from megatron.config.decoder import ARCHITECTURE
 from megatron.config.layer_types import MAMBA2, LayerType, layer_types
 from megatron.config.model import ModelConfig
 from megatron.config.recurrent import GROUP_NORM, NO_NORM
@@ -30,7 +29,7 @@ from megatron.models.common.huggingface import (
     leave_hf_model_unchanged,
     unsupported_settings,
 )
-from megatron.models.llama.huggingface import EXAMPLE_SIZES, ROTARY_BUFFERS, heights
+from megatron.models.llama.huggingface import ROTARY_BUFFERS, heights
 from megatron.models.llama.huggingface_rotary import ROTARY_KEYS
 
 Problems = list[str]
@@ -56,7 +55,6 @@ class MambaType:
         values: function from config.json with the defaults of the class to our settings that are not common to all
             types, and to unsupported settings.
         problems: function that yields the problems of an export.
-        is_selectable: ``--model`` accepts the type.
     """
 
     model_type: str
@@ -72,7 +70,6 @@ class MambaType:
     fields: Callable[[ModelConfig], dict[str, Any]]
     values: Callable[[dict[str, Any]], tuple[dict[str, Any], Problems]]
     problems: Callable[[ModelConfig], Iterator[str]]
-    is_selectable: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -245,15 +242,6 @@ def layer_type_problems(model: ModelConfig, supported: Callable[[LayerType], boo
 
 # The format of a type.
 
-_EXAMPLE = {"mamba_n_heads": 8, "mamba_d_ssm": None, "num_local_experts": 0, "num_experts_per_tok": 0}
-"""Sizes that fit ``EXAMPLE_SIZES``."""
-
-
-def architecture(mamba_type: MambaType) -> dict[str, Any]:
-    """Return our settings, without sizes, that correspond to the defaults of the Hugging Face class."""
-    all_settings = values(mamba_type, {**EXAMPLE_SIZES, **_EXAMPLE})
-    return {name: all_settings[name] for name in ARCHITECTURE if name in all_settings}
-
 
 def rename_backbone(prefix: str, name: str, config: Config) -> str:
     """Return ``name`` with ``prefix`` instead of the names that other versions of transformers use.
@@ -301,7 +289,6 @@ def make_format(mamba_type: MambaType) -> HFFormat:
         ignored_names=ROTARY_BUFFERS,
         patch_hf_model=_use_eager_experts if "num_experts" in mamba_type.free else leave_hf_model_unchanged,
         logit_tolerance=1e-5,  # Hugging Face computes norms and scans in fp32
-        architecture=partial(architecture, mamba_type) if mamba_type.is_selectable else None,
         fixed=mamba_type.settings,
         **rename,
     )

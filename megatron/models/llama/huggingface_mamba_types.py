@@ -585,7 +585,6 @@ MAMBA_TYPES = (
         fields=_falcon_fields,
         values=_falcon_values,
         problems=_falcon_problems,
-        is_selectable=True,
     ),
     MambaType(
         model_type="granitemoehybrid",
@@ -607,7 +606,6 @@ MAMBA_TYPES = (
         fields=_granite_hybrid_fields,
         values=_granite_hybrid_values,
         problems=_granite_hybrid_problems,
-        is_selectable=True,
     ),
 )  # fmt: skip
 """The types, in the order in which an export tries them."""

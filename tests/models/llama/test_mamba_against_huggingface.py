@@ -131,6 +131,8 @@ def test_folder_round_trip_is_bitwise(name: str, convert: ConvertCommand, tmp_pa
     code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "back", "--verify")
     assert code == 0 and "verified: the logits of a random batch differ by" in output, output
     assert are_equal(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "theirs"))
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("theirs", "back")]
+    assert configs[0] == configs[1]
 
 
 @pytest.mark.parametrize("name", slow_except(CASES, ("mamba2", "granitemoehybrid, experts")))
