@@ -80,6 +80,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "logit scale": {"logit_scale": 0.3},
     "temperature": {**ROPE, "attention_temperature_scale": 0.4, "attention_temperature_floor": 2},
     "q, k norms with weights by head": {"qk_norm": "per-head"},
+    "q, k norms with offset weights by head": {"qk_norm": "per-head", "layernorm_1p": True},
     "xielu": {"activation": "xielu"},
     "rope, longrope, short": {**ROPE, **LONGROPE, "rotary_original_positions": SEQ},
     "rope, longrope, long": {**ROPE, **LONGROPE, "rotary_original_positions": SEQ - 1, "rotary_attention_factor": 1.2},
