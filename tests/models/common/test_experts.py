@@ -234,6 +234,13 @@ def test_routers_are_ordered_by_layer_index() -> None:
     assert Routers(model, single_grid()).layers[1:3] == ("layers.10.mlp.router", "layers.10.other.router")
 
 
+def test_scale_of_the_loss_applies_to_every_router() -> None:
+    """With fp16, auxiliary losses have the loss scale of the token losses."""
+    model = torch.nn.ModuleList([make_layer(), make_layer()])
+    Routers(model, single_grid()).set_scale(8.0)
+    assert [layer.router.gradient_scale for layer in model] == [8.0, 8.0]
+
+
 def test_capacity_is_per_sample_for_any_micro_batch() -> None:
     for variant in ("capacity by weight", "capacity by position"):
         moe, x = make_layer(**VARIANTS[variant]), make_hidden()

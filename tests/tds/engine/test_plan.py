@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 
 from tds.deepspeed.checks import log_unused_settings
-from tds.engine.pipeline_json import max_ctas
+from tds.engine.pipeline_json import max_ctas, timeout_of
 from tds.engine.schedule_plan import SchedulePlan
 from tds.p2p.process_groups import MAX_CTAS
 from tds.schedule import Placement, gpipe
@@ -34,3 +35,12 @@ def test_removed_json_key_is_reported(caplog: pytest.LogCaptureFixture) -> None:
         log_unused_settings(engine)
         assert len(caplog.records) == num_lines
     assert "overlap_forward_backward" in caplog.text and "has no effect" in caplog.text
+
+
+def test_time_limit_is_a_positive_number_of_seconds() -> None:
+    default = timedelta(seconds=7)
+    assert timeout_of({}, default) == default
+    assert timeout_of({"timeout_s": 2.5}, default) == timedelta(seconds=2.5)
+    for limit in (True, 0, -1, "3"):
+        with pytest.raises(ValueError, match=f"must be a positive number of seconds, got {limit!r}"):
+            timeout_of({"timeout_s": limit}, default)
