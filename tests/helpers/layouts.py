@@ -81,10 +81,15 @@ def compare_layout(
     return differences
 
 
-def check_fp64(differences: Difference) -> None:
-    """Check that fp64 agrees with one process (bounds of rows E01, E04, E06, E09, E16 and E17)."""
+def check_fp64(differences: Difference, max_norm: float = 1e-12) -> None:
+    """Check that fp64 agrees with one process (bounds of rows E01, E04, E06, E09, E16 and E17).
+
+    Args:
+        max_norm: bound for the gradient norms after the first step. AdamW's division amplifies the rounding of small
+            gradients.
+    """
     assert differences.expert_tokens == 0
     assert differences.loss <= 1e-12
     assert differences.gradient <= 1e-11, differences.worst_gradient
     assert differences.first_norm <= 1e-13
-    assert differences.norm <= 1e-12
+    assert differences.norm <= max_norm
