@@ -214,7 +214,7 @@ def expert_recipes(names: ExpertNames, model: ModelConfig, our_layer: str, hf_la
     mappings = {f"{our_layer}.mlp.router.weight": WeightMapping((f"{hf_block}.{names.router}.weight",))}
     if model.moe_router_enable_expert_bias:
         mappings[f"{our_layer}.mlp.router.expert_bias"] = WeightMapping(
-            (f"{hf_block}.{names.expert_bias}",), has_leading_one=names.is_expert_bias_2d
+            (f"{hf_block}.{names.expert_bias}",), unit_dims=(0,) if names.is_expert_bias_2d else ()
         )
     for idx in range(model.num_experts):
         our_expert, ffn_size = f"{our_layer}.mlp.experts.{idx}", model.moe_ffn_hidden_size

@@ -66,7 +66,7 @@ def latent_recipes(
 
 
 def _mapping(hf_attention: str, name: str, rotary_rows: RotaryRows | None = None) -> WeightMapping:
-    return WeightMapping((f"{hf_attention}.{name}.weight",), rotary_rows=() if rotary_rows is None else (rotary_rows,))
+    return WeightMapping((f"{hf_attention}.{name}.weight",), row_orders=() if rotary_rows is None else (rotary_rows,))
 
 
 def latent_fields(model: ModelConfig) -> dict[str, Any]:

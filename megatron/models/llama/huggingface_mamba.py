@@ -117,18 +117,18 @@ def mamba_recipes(model: ModelConfig, ours: str, theirs: str) -> Recipes:
         if not suffix or model.mamba_conv_bias:
             names = [f"{ours}.convolution.{part}{suffix}" for part in _PARTS[1:4]]
             mappings |= _row_mappings(
-                names, num_rows[1:4], f"{theirs}.conv1d.{hf_suffix}", is_convolution=hf_suffix == "weight"
+                names, num_rows[1:4], f"{theirs}.conv1d.{hf_suffix}", unit_dims=(1,) if hf_suffix == "weight" else ()
             )
     return mappings
 
 
 def _row_mappings(
-    names: list[str], num_rows: tuple[int, ...], hf_name: str, *, is_convolution: bool = False
+    names: list[str], num_rows: tuple[int, ...], hf_name: str, *, unit_dims: tuple[int, ...] = ()
 ) -> Recipes:
     """Return the mappings of weights that are consecutive rows of the tensor ``hf_name``."""
     starts = [sum(num_rows[:idx]) for idx in range(len(num_rows))]
     return {
-        name: WeightMapping((hf_name,), rows=(start, num), is_convolution=is_convolution)
+        name: WeightMapping((hf_name,), rows=(start, num), unit_dims=unit_dims)
         for name, start, num in zip(names, starts, num_rows, strict=True)
     }
 

@@ -19,9 +19,9 @@ MAPPINGS = {
     "packed": WeightMapping(
         ("qkv",), num_blocks=GROUPS, num_packed=3, packed_rows=(QUERY_ROWS, KEY_ROWS, KEY_ROWS)
     ),
-    "adjacent pairs": WeightMapping(("q", "k", "v"), num_blocks=GROUPS, rotary_rows=ROTARY_ROWS),
+    "adjacent pairs": WeightMapping(("q", "k", "v"), num_blocks=GROUPS, row_orders=ROTARY_ROWS),
     "both": WeightMapping(
-        ("qkv",), num_blocks=GROUPS, num_packed=3, packed_rows=(QUERY_ROWS, KEY_ROWS, KEY_ROWS), rotary_rows=ROTARY_ROWS
+        ("qkv",), num_blocks=GROUPS, num_packed=3, packed_rows=(QUERY_ROWS, KEY_ROWS, KEY_ROWS), row_orders=ROTARY_ROWS
     ),
 }  # fmt: skip
 
@@ -36,7 +36,7 @@ def make_tensors(mapping: WeightMapping, *columns: int) -> dict[str, torch.Tenso
 
 def expected_rows(mapping: WeightMapping) -> list[int]:
     """Return, for each of our rows, its index among all rows of queries, then keys, then values."""
-    in_head = [0, 2, 1, 3, 4, 5] if mapping.rotary_rows else list(range(HEAD_SIZE))
+    in_head = [0, 2, 1, 3, 4, 5] if mapping.row_orders else list(range(HEAD_SIZE))
     rows: list[int] = []
     for group in range(GROUPS):
         for head in range(HEADS_PER_GROUP):
