@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -16,6 +16,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.errors import CheckpointError
 from megatron.models.common.row_order import RowOrder
+from megatron.models.common.stacked_rows import StackedRows
 
 if TYPE_CHECKING:
     import torch
@@ -503,6 +504,8 @@ class HFFormat:
         ignored_names: names of tensors in old files that no model reads.
         rename_tensor: function from a tensor's name in the file and our configuration to its current name; None for
             tensors that this model does not read.
+        unpack: function from the current name and the shape of a tensor in the file to the tensors that it consists of,
+            by name; empty if it is no stack of other tensors.
         logit_tolerance: maximum difference of logits in fp64, relative to the largest logit.
         auto_class: Hugging Face class that builds the model, or a function that returns it for our configuration.
         model_logits: function from our model and tokens [b, s] to its logits [b, s, v].
@@ -535,6 +538,7 @@ class HFFormat:
     optional_biases: re.Pattern[str] = MATCHES_NOTHING
     ignored_names: re.Pattern[str] = MATCHES_NOTHING
     rename_tensor: Callable[[str, Config], str | None] = keep_tensor_name
+    unpack: Callable[[str, Sequence[int]], Mapping[str, StackedRows]] = lambda name, shape: {}
     logit_tolerance: float = 1e-10
     auto_class: str | Callable[[Config], str] = "AutoModelForCausalLM"
     model_logits: Callable[[Any, torch.Tensor], torch.Tensor] = decoder_logits
