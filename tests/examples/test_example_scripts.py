@@ -151,7 +151,7 @@ def test_unknown_deepseek_size_is_rejected(fake_python: Path) -> None:
     assert result.stderr == "SIZE must be tiny or v2-lite, got 'v4'. Leave it empty for tiny\n"
 
 
-@pytest.mark.parametrize(("size", "num_parameters"), [("0.8b", PARAMS_08), ("9b", PARAMS_9)])
+@pytest.mark.parametrize(("size", "num_parameters"), [("0.8b", 752_393_024), ("9b", 8_953_803_264)])
 def test_qwen3_5_sizes_are_text_models(size: str, num_parameters: int, fake_python: Path) -> None:
     run_script(fake_python, "--dry-run", script=find_script("qwen3_5"), SIZE=size)
     env = {"MEGATRON_DEFAULTS": Path(f"{fake_python}.defaults").read_text()}

@@ -43,6 +43,8 @@ __all__ = ["convert"]  # the fixture
 CASES = {**DELTA_CASES, **VARIANT_CASES}
 TOLERANCES = {1: (1e-12, 1e-13, 1e-12, None), 2: (1e-12, 1e-12, 1e-11, None)}
 """Number of tensor ranks -> bounds for (logits, loss, gradients, weights)."""
+FP32_TOLERANCES = (1e-5, 1e-5, 1e-3, None)
+"""Bounds for classes that compute decays in fp32: the small gradients of decay rates have an error of 2e-4."""
 
 
 def slow_except(names: Any, quick_names: Any) -> list[Any]:
@@ -75,7 +77,7 @@ def make_comparison(case: ModelCase, num_ranks: int = 1, *, is_patched: bool = T
         {"case": "fp64"},
         make_reference,
         fp64_instead_of_fp32 if is_patched else nullcontext,
-        {"fp64": TOLERANCES[num_ranks] if is_patched else (1e-5, 1e-5, 1e-5, None)},
+        {"fp64": TOLERANCES[num_ranks] if is_patched else FP32_TOLERANCES},
     )
 
 
@@ -184,9 +186,10 @@ def test_ranks_read_slices_of_a_folder(name: str, tmp_path: Path) -> None:
         weights = weights_from_huggingface(read_tensors(tmp_path), pretrained.config, name.partition(",")[0])
         assert weights.keys() == pretrained.recipes.keys()
         for weight_name, weight in weights.items():
-            for start, stop in ((len(weight) // 3, len(weight)), (1, len(weight) - 1), (len(weight) // 2,) * 2):
-                shard = Shard(tuple(weight.shape), 0, start, max(stop, start + 1) - start)
-                assert pretrained.read(weight_name, shard).equal(weight[start : max(stop, start + 1)]), weight_name
+            size = len(weight)
+            for start, stop in {(size // 3, size), (min(1, size - 1), size), (size // 2, size // 2 + 1)}:
+                shard = Shard(tuple(weight.shape), 0, start, stop - start)
+                assert pretrained.read(weight_name, shard).equal(weight[start:stop]), weight_name
 
 
 @pytest.mark.parametrize("name", CASES)
