@@ -157,7 +157,6 @@ def latent_problems(model: Any) -> Iterator[str]:
         f"--qk-norm {model.qk_norm}": model.qk_norm != "none",
         f"--clip-qkv {model.clip_qkv:g}": model.clip_qkv > 0,
         f"--softmax-type {model.softmax_type}": model.softmax_type != VANILLA,
-        "--attention-output-gate": model.attention_output_gate,
         f"--no-rope-freq {model.no_rope_freq}": bool(model.no_rope_freq),
         f"--attention-temperature-scale {model.attention_temperature_scale:g}": model.attention_temperature_scale > 0,
         f"--attention-value-scale {model.attention_value_scale:g}": model.attention_value_scale != 1.0,

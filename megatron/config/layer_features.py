@@ -41,7 +41,9 @@ class LayerFeatures:
     )
     attention_value_scale: float = _option(1.0, "factor for the values of attention; MiMo-V2-Flash: 0.707", above=0)
     attention_output_gate: bool = _option(
-        False, "multiply the output of each head by the sigmoid of a further projection of the input"
+        False,
+        "multiply the output of each head by the sigmoid of a further projection of the input, with one gate per "
+        "element; with multi-latent attention one gate per head, as Ling 3",
     )
     no_rope_freq: str = _option(
         "",
@@ -119,7 +121,8 @@ def layer_feature_problems(model: Any) -> Iterator[str]:
             "--no-rope-freq must be a number of at least 1, or a list with 1 or 0 for each of the "
             f"{model.num_layers} layers such as [0,0,1] or ([0]*3+[1])*2, got {model.no_rope_freq!r}"
         )
-    if model.attention_output_gate and model.value_size != model.kv_hidden_size:
+    has_gate = model.attention_output_gate and not model.multi_latent_attention
+    if has_gate and model.value_size != model.kv_hidden_size:
         yield (
             "--attention-output-gate needs value heads of the size of query heads, got --v-head-dim "
             f"{model.value_size} and --kv-hidden-size {model.kv_hidden_size}. Remove one of them"

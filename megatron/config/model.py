@@ -18,8 +18,9 @@ class ModelConfig(DecoderFeatures):
         "gemma2, gemma3_text, olmo2, smollm3, mixtral, qwen3_moe, qwen2_moe, glm4_moe, afmoe, gpt_oss, mimo_v2_flash, "
         "deepseek_v3, kimi_k2, deepseek_v2, glm4_moe_lite, youtu, minicpm3, dots1, olmoe, minimax_m2, ernie4_5_moe, "
         "olmo3, seed_oss, ernie4_5, hunyuan_v1_dense, ministral3, granite, phi3, stablelm, apertus, arcee, nemotron, "
-        "cohere2, glm4, falcon_h1, granitemoehybrid); sets norms, positions, activation, biases and other parts, but "
-        "no sizes",
+        "cohere2, glm4, falcon_h1, granitemoehybrid, qwen3_next, qwen3_5_text, qwen3_5, qwen3_5_moe_text, qwen3_5_moe, "
+        "olmo_hybrid, kimi_linear, bailing_hybrid); sets norms, positions, activation, biases and other parts, but no "
+        "sizes",
         flag="--model",
         shown_default="the program's, or that of the run in --config",
         short="decoder: gpt2, llama, mpt, qwen3, ...",

@@ -14,12 +14,13 @@ from megatron.costs.cost import Product
 # | quantity | formula |
 # |---|---|
 # | parameters of the latents, on every rank | h (r_kv + d_r + r_q), and norms of r_kv + r_q elements |
-# | parameters of the heads, sharded | a d (r_q or h) + a (d_n + d_v) r_kv + a d_v h |
+# | parameters of the heads, sharded | a d (r_q or h) + a (d_n + d_v) r_kv + a d_v h, and a h of an output gate |
 # | scores and weighted sums | 2 a (d + d_v) FLOPs per query and key |
 # | saved elements per token, on every rank | the latents before and after their norms |
-# | saved elements per token, sharded | queries, keys and values padded to p, the context |
+# | saved elements per token, sharded | queries, keys, values padded to p, the context; an output gate, gated context |
 # | message over the context ranks | r_kv + d_r elements per token; the gathered latents are saved |
-# | all-reduce over the tensor ranks in backward | r_kv + d_r + r_q elements per token, and h without a query latent |
+# | all-reduce over the tensor ranks in backward | r_kv + d_r + r_q elements per token; h without a query latent |
+# | the same for an output gate | h elements per token |
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class LatentCosts:
     def entering_size(self) -> int:
         """Elements per token that enter the tensor-parallel region."""
         model = self.model
-        return int(self.latent_size + (model.q_lora_rank or model.hidden_size))
+        gate_input = model.hidden_size if model.attention_output_gate else 0
+        return int(self.latent_size + (model.q_lora_rank or model.hidden_size) + gate_input)
 
     def parameters(self, tensor: int = 1) -> int:
         """Count the parameters on one of ``tensor`` ranks, including the latents' norms."""
@@ -60,8 +62,10 @@ class LatentCosts:
         """
         model, h, heads = self.model, self.model.hidden_size, self.model.num_attention_heads
         query_down = (Product(tokens, h, model.q_lora_rank),) if model.q_lora_rank else ()
+        gate = (Product(tokens, h, heads // tensor),) if model.attention_output_gate else ()
         return (
             *query_down,
+            *gate,
             Product(tokens, model.q_lora_rank or h, heads * model.kv_hidden_size // tensor),
             Product(tokens, h, self.latent_size),
             Product(key_tokens, model.kv_lora_rank, heads * (model.qk_head_dim + model.v_head_dim) // tensor),
@@ -85,6 +89,8 @@ class LatentCosts:
         output = value  # the input of the output projection
         if not rebuilds_keys and value < padded:
             output += padded  # the padded output, which the kernel saves
+        if model.attention_output_gate:  # the sigmoid, and the context before it
+            output += 1 + value
         projections = self.latent_size + model.q_lora_rank  # inputs of the norms
         entered = projections if tensor > 1 else model.kv_lora_rank + model.q_lora_rank
         if context > 1:  # the gathered latents of all tokens, instead of the rank's

@@ -79,6 +79,29 @@ TYPE_SETTINGS = {
     "ernie4_5_moe": {"rotary_base": 5e5, "moe_router_score_function": "softmax", "untie_embeddings": False},
     "falcon_h1": {"experimental_attention_variant": "parallel_mamba2", "mamba_norm": "none"},
     "granitemoehybrid": {"experimental_attention_variant": "mamba2", "position_embedding_type": "none"},
+    "qwen3_next": {
+        "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "4", "rotary_percent": 0.25,
+        "attention_output_gate": True, "layernorm_1p": True, "moe_shared_expert_gate": True,
+    },
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5"),
+        {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": "4", "qk_norm": "head"},
+    ),
+    **dict.fromkeys(
+        ("qwen3_5_moe_text", "qwen3_5_moe"), {"linear_attention_freq": "4", "moe_router_pre_softmax": False}
+    ),
+    "olmo_hybrid": {
+        "norm_placement": "after", "linear_norm_placement": "before", "linear_allow_neg_eigval": True,
+        "linear_norm_epsilon": 1e-5, "linear_attention_freq": "4",
+    },
+    "kimi_linear": {
+        "position_embedding_type": "none", "experimental_attention_variant": "kimi_delta",
+        "linear_attention_freq": "4", "multi_latent_attention": True, "moe_router_score_function": "sigmoid",
+    },
+    "bailing_hybrid": {
+        "experimental_attention_variant": "kimi_delta", "linear_attention_freq": "6", "attention_output_gate": True,
+        "linear_full_rank_gates": True, "linear_decay_limit": 5.0, "rotary_base": 6e6,
+    },
 }  # fmt: skip
 """Model type -> some of its settings."""
 COMMON_SETTINGS = {"position_embedding_type": "rope", "normalization": "RMSNorm"}
@@ -120,6 +143,8 @@ def size_flags(name: str) -> str:
     flags = LATENT_SIZE_FLAGS if architecture.settings["multi_latent_attention"] else SIZE_FLAGS
     if architecture.settings["experimental_attention_variant"] in ("mamba2", "parallel_mamba2"):
         flags += " --mamba-num-heads 8"
+    if architecture.settings["experimental_attention_variant"] == "kimi_delta":  # a value head for each key head
+        flags += " --linear-num-value-heads 16"
     has_window_groups = "window_num_query_groups" in architecture.required_fields
     return f"{flags} --kv-channels 12 --window-size 128 --window-num-query-groups 6" if has_window_groups else flags
 
@@ -162,7 +187,7 @@ def test_model_name_preserves_sizes_and_dropout(name: str) -> None:
     )
     if config.model.multi_latent_attention:
         other_fields -= {"kv_hidden_size", "v_head_dim"}
-    other_fields -= {"mamba_num_heads"}  # has no effect in the baseline
+    other_fields -= {"mamba_num_heads", "linear_num_value_heads"}  # have no effect in the baseline
     assert {field: getattr(config.model, field) for field in other_fields} == {
         field: getattr(baseline.model, field) for field in other_fields
     }

@@ -51,11 +51,20 @@ MODEL_VARIABLES = {
         "TOPK": ("3", "--moe-router-topk 3"),
         "NEXPERTFF": ("55", "--moe-ffn-hidden-size 55"),
     },
+    "qwen3_5": {
+        "SIZE": ("0.8b", "said "),
+        "SEQLEN": ("65", "--seq-length 65"),
+        **CONTEXT_VARIABLES,
+        "NGROUPS": ("6", "--num-query-groups 6"),
+        "NKEYHEADS": ("5", "--linear-num-key-heads 5"),
+        "NVALUEHEADS": ("15", "--linear-num-value-heads 15"),
+        "NFF": ("77", "--ff-hidden-size 77"),
+    },
     "bert": {"SEQLEN": ("65", "--seq-length 65"), **CONTEXT_VARIABLES},
     "mpt": {"SEQLEN": ("65", "--seq-length 65"), **CONTEXT_VARIABLES},
 }
 """Model -> its own variables, with a value and the flag that this becomes."""
-FAMILY_BY_MODEL = {"qwen3": "llama", "moe": "llama", "deepseek": "llama"}
+FAMILY_BY_MODEL = {"qwen3": "llama", "moe": "llama", "deepseek": "llama", "qwen3_5": "llama"}
 """Model -> its family, where that is another name."""
 FIXED_FLAGS = {"moe": ("--model-parallel-size", "1"), "deepseek": ("--model-parallel-size", "1")}
 """Model -> the flags of variables that its script sets by itself."""
@@ -140,6 +149,22 @@ def test_unknown_deepseek_size_is_rejected(fake_python: Path) -> None:
     result = run_script(fake_python, "--dry-run", script=find_script("deepseek"), SIZE="v4")
     assert result.returncode == 2
     assert result.stderr == "SIZE must be tiny or v2-lite, got 'v4'. Leave it empty for tiny\n"
+
+
+@pytest.mark.parametrize(("size", "num_parameters"), [("0.8b", 752_393_024), ("9b", 8_953_803_264)])
+def test_qwen3_5_sizes_are_text_models(size: str, num_parameters: int, fake_python: Path) -> None:
+    run_script(fake_python, "--dry-run", script=find_script("qwen3_5"), SIZE=size)
+    env = {"MEGATRON_DEFAULTS": Path(f"{fake_python}.defaults").read_text()}
+    config = parse(["--dry-run", "--vocab-size", "248320"], world_size=16, env=env, accepts_model=True)
+    assert costs_of(config).num_parameters == num_parameters
+    assert format_of(config).model_types[0] == "qwen3_5_text"
+    assert config.precision.dtype == "bf16"
+
+
+def test_unknown_qwen3_5_size_is_rejected(fake_python: Path) -> None:
+    result = run_script(fake_python, "--dry-run", script=find_script("qwen3_5"), SIZE="7b")
+    assert result.returncode == 2
+    assert result.stderr == "SIZE must be tiny, 0.8b or 9b, got '7b'. Leave it empty for tiny\n"
 
 
 MODEL_TYPE_BY_KIND = {"": "glm4_moe", "glm4": "glm4_moe", "qwen3": "qwen3_moe", "mixtral": "mixtral"}

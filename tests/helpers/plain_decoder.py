@@ -297,7 +297,10 @@ def _latent_attention(
             probabilities = torch.softmax(_softcap(scores * scale, args.attn_logit_softcapping), dim=0)
             rows.append(sum(p * value[j, head] for p, j in zip(probabilities, visible, strict=True)))
         outputs.append(torch.stack(rows))
-    return _linear(w, f"{prefix}.dense", torch.stack(outputs, dim=1).reshape(s, a * value_size))
+    by_head = torch.stack(outputs, dim=1)
+    if args.attention_output_gate:
+        by_head = by_head * torch.sigmoid(x @ w[f"{prefix}.output_gate.weight"].T).unsqueeze(-1)
+    return _linear(w, f"{prefix}.dense", by_head.reshape(s, a * value_size))
 
 
 def has_window(args: Any, layer_idx: int) -> bool:

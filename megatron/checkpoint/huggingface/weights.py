@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -33,6 +33,7 @@ from megatron.models.common.huggingface import MATCHES_NOTHING, Tensors, WeightM
 from megatron.models.common.huggingface_mtp import PREFIX
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import named_parameters
+from megatron.models.common.stacked_rows import Readable
 from megatron.mpu.shard import Shard
 
 # All tensors of a model, with our names or Hugging Face's, checked against the tensors that the model must have.
@@ -40,15 +41,6 @@ from megatron.mpu.shard import Shard
 _BLOCK_ROWS = 4096
 _MAX_ROUNDING_ERROR = 2.0**-6
 """Bound for the relative rounding error of constants in 16-bit formats; 1e-6 is subnormal in fp16."""
-
-
-class Readable(Protocol):
-    """A tensor in memory, or a tensor in a file. Indexing a tensor in a file reads only the requested part."""
-
-    @property
-    def shape(self) -> Any: ...
-
-    def __getitem__(self, index: Any) -> torch.Tensor: ...
 
 
 Named = TypeVar("Named", bound=Readable)
@@ -158,7 +150,10 @@ def _check_constant(name: str, tensor: Readable, value: float) -> None:
 def _by_full_name(tensors: Mapping[str, Named], config: Config, model_type: str | None = None) -> dict[str, Named]:
     """Rename ``tensors`` to full names, without copies of word table and head and without unused tensors."""
     hf_format = format_of(config, model_type)
-    by_full_name = {full: tensors[name] for full, name in full_names(tensors, config, model_type).items()}
+    by_full_name: dict[str, Any] = {}
+    for full, name in full_names(tensors, config, model_type).items():
+        parts = hf_format.unpack(full, tensors[name].shape)
+        by_full_name |= {part: rows.of(tensors[name]) for part, rows in parts.items()} or {full: tensors[name]}
     for name, value in hf_format.constants(config).items():
         constant = by_full_name.pop(name, None)
         if constant is not None:

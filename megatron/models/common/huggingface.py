@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -15,7 +15,8 @@ from megatron.config.layer_features import no_rope_layers
 from megatron.config.model import ModelConfig
 from megatron.config.option import options_of
 from megatron.errors import CheckpointError
-from megatron.models.common.rotary_rows import RotaryRows
+from megatron.models.common.row_order import RowOrder
+from megatron.models.common.stacked_rows import StackedRows
 
 if TYPE_CHECKING:
     import torch
@@ -32,10 +33,12 @@ if TYPE_CHECKING:
 # | the same | one tensor, all queries first | ``WeightMapping(("qkv",), num_blocks=heads, num_packed=3)`` |
 # | interleaved gate and value | two tensors of f rows | ``WeightMapping(("gate", "up"), num_blocks=f)`` |
 # | query, key and value per group | one tensor, all queries first | the same with ``packed_rows=(a d, g d, g d)`` |
-# | queries and keys rotated by halves | rotated by adjacent rows | the same with ``rotary_rows`` |
+# | queries and keys rotated by halves | rotated by adjacent rows | the same with ``row_orders`` |
+# | queries, then gates of a group | query and gate by head | the same with ``row_orders`` |
 # | weight of expert i | one tensor of all experts [E, ...] | ``WeightMapping(("name",), index=i)`` |
 # | one of several projections | one tensor of all projections | ``WeightMapping(("name",), rows=(first, number))`` |
-# | a depthwise convolution [c, k] | [c, 1, k] | ``WeightMapping(("name",), is_convolution=True)`` |
+# | the same in each of g groups | the same in groups of n rows | the same with ``rows_per_group=n`` |
+# | a depthwise convolution [c, k] | [c, 1, k] | ``WeightMapping(("name",), unit_dims=(1,))`` |
 #
 # The rows of our weight are the first block of each part, then the second block of each part, and so on. Blocks of
 # different parts may have different numbers of rows (with grouped queries: several query heads, one key, one value).
@@ -57,13 +60,14 @@ class WeightMapping:
         num_packed: number of parts of equal height that are concatenated in a single Hugging Face tensor.
         is_transposed: the Hugging Face tensor is [in, out], ours is [out, in].
         packed_rows: rows of each packed part, if their heights differ.
-        rotary_rows: for each part, the rows that are in another order than ours, or None; empty: none.
+        row_orders: for each part, the order of its rows if it differs from ours, or None; empty: none.
         index: our weight is element ``index`` of the first dimension of a single Hugging Face tensor, in which all
             weights with the same ``hf_names`` are stacked; None: the tensors are not stacked.
-        has_leading_one: the Hugging Face tensor is [1, n], ours is [n].
+        unit_dims: dimensions of the Hugging Face tensors that have size 1 and that our weight lacks.
         rows: (first row, number of rows) of our weight in a single Hugging Face tensor, whose other rows are other
             weights; None: our weight has all rows.
-        is_convolution: the Hugging Face tensor is [c, 1, k], ours is [c, k].
+        rows_per_group: the Hugging Face tensor consists of groups of this number of rows, and our weight has ``rows``
+            of each group; 0: the tensor is one group.
     """
 
     hf_names: tuple[str, ...]
@@ -71,11 +75,11 @@ class WeightMapping:
     num_packed: int = 1
     is_transposed: bool = False
     packed_rows: tuple[int, ...] = ()
-    rotary_rows: tuple[RotaryRows | None, ...] = ()
+    row_orders: tuple[RowOrder | None, ...] = ()
     index: int | None = None
-    has_leading_one: bool = False
+    unit_dims: tuple[int, ...] = ()
     rows: tuple[int, int] | None = None
-    is_convolution: bool = False
+    rows_per_group: int = 0
 
 
 def weight_from_hf(mapping: WeightMapping, hf_weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -87,15 +91,13 @@ def weight_from_hf(mapping: WeightMapping, hf_weights: Mapping[str, torch.Tensor
     import torch  # takes half a second; a dry run that reads only settings does not need it
 
     tensors = [hf_weights[name].detach() for name in mapping.hf_names]
-    if mapping.has_leading_one:
-        tensors = [tensor.squeeze(0) for tensor in tensors]
-    if mapping.is_convolution:
-        tensors = [tensor.squeeze(1) for tensor in tensors]
+    tensors = [tensor.squeeze(mapping.unit_dims) for tensor in tensors]
     if mapping.rows is not None:
-        tensors = [tensor.narrow(0, *mapping.rows) for tensor in tensors]
+        by_group = [tensor.unflatten(0, (-1, mapping.rows_per_group or len(tensor))) for tensor in tensors]
+        tensors = [tensor.narrow(1, *mapping.rows).flatten(0, 1) for tensor in by_group]
     components = _split_components(mapping, tensors if mapping.index is None else [tensors[0][mapping.index]])
-    for idx, rotary_rows in enumerate(mapping.rotary_rows):
-        components[idx] = components[idx] if rotary_rows is None else rotary_rows.to_ours(components[idx])
+    for idx, row_order in enumerate(mapping.row_orders):
+        components[idx] = components[idx] if row_order is None else row_order.to_ours(components[idx])
     if len(components) == 1:
         return components[0].clone(memory_format=torch.contiguous_format)
     blocks = [_split_blocks(mapping, component) for component in components]  # each [blocks, rows, ...]
@@ -132,15 +134,13 @@ def weight_to_hf(
             component.flatten(0, 1)
             for component in weight.detach().unflatten(0, (mapping.num_blocks, rows)).split(component_rows, dim=1)
         ]
-    for idx, rotary_rows in enumerate(mapping.rotary_rows):
-        components[idx] = components[idx] if rotary_rows is None else rotary_rows.to_hf(components[idx])
+    for idx, row_order in enumerate(mapping.row_orders):
+        components[idx] = components[idx] if row_order is None else row_order.to_hf(components[idx])
     tensors = [torch.cat(components)] if mapping.num_packed > 1 else components
     if mapping.is_transposed:
         tensors = [component.t() if component.dim() == 2 else component for component in tensors]
-    if mapping.has_leading_one:
-        tensors = [component.unsqueeze(0) for component in tensors]
-    if mapping.is_convolution:
-        tensors = [component.unsqueeze(1) for component in tensors]
+    for dim in mapping.unit_dims:  # in ascending order
+        tensors = [component.unsqueeze(dim) for component in tensors]
     return {name: component.contiguous() for name, component in zip(mapping.hf_names, tensors, strict=True)}
 
 
@@ -158,8 +158,13 @@ def stack_indexed(tensors_by_index: Mapping[str, Mapping[int, torch.Tensor]]) ->
     return {name: torch.stack([tensors[i] for i in range(len(tensors))]) for name, tensors in tensors_by_index.items()}
 
 
-def join_rows(tensors_by_row: Mapping[str, Mapping[int, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def join_rows(
+    tensors_by_row: Mapping[str, Mapping[int, torch.Tensor]], num_groups: Mapping[str, int]
+) -> dict[str, torch.Tensor]:
     """Return the Hugging Face tensors whose rows are several of our weights, given the weight from each first row on.
+
+    Args:
+        num_groups: number of groups of rows of each tensor (``rows_per_group``).
 
     Raises:
         CheckpointError: rows are missing.
@@ -168,26 +173,47 @@ def join_rows(tensors_by_row: Mapping[str, Mapping[int, torch.Tensor]]) -> dict[
 
     joined = {}
     for name, tensors in tensors_by_row.items():
-        in_order = [tensors[start] for start in sorted(tensors)]
-        expected_starts = [0, *itertools.accumulate(len(tensor) for tensor in in_order)][:-1]
+        in_order = [tensors[start].unflatten(0, (num_groups[name], -1)) for start in sorted(tensors)]
+        expected_starts = [0, *itertools.accumulate(tensor.shape[1] for tensor in in_order)][:-1]
         if sorted(tensors) != expected_starts:
             raise CheckpointError(f"{name} needs the weights of all its rows, got those from rows {sorted(tensors)} on")
-        joined[name] = torch.cat(in_order)
+        joined[name] = torch.cat(in_order, dim=1).flatten(0, 1)
     return joined
 
 
-class _PartOfRows:
-    """The rows of a Hugging Face tensor that are one of our weights (``rows``, ``is_convolution``)."""
+class _PartOfTensor:
+    """The rows of a Hugging Face tensor that are one of our weights, without dimensions of size 1.
 
-    def __init__(self, tensor: Sliceable, mapping: WeightMapping) -> None:
-        self._tensor, self._is_convolution = tensor, mapping.is_convolution
-        self._start = 0 if mapping.rows is None else mapping.rows[0]
+    Attributes:
+        shape: shape of our weight.
+    """
+
+    def __init__(self, tensor: Sliceable, shape: list[int], mapping: WeightMapping) -> None:
+        self._tensor, self._rows, self._unit_dims = tensor, mapping.rows, mapping.unit_dims
+        self._num_dims = len(shape)
+        self.shape = [size for dim, size in enumerate(shape) if dim not in mapping.unit_dims]
+        self._rows_per_group = mapping.rows_per_group or self.shape[0]
+        if mapping.rows is not None:
+            self.shape[0] = self.shape[0] // self._rows_per_group * mapping.rows[1]
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         rows, *columns = index if isinstance(index, tuple) else (index,)
-        part = self._tensor[self._start + rows.start : self._start + rows.stop]
-        part = part.squeeze(1) if self._is_convolution else part
-        return part[:, columns[0]] if columns else part
+        if self._rows is None:
+            return self._read(rows, columns)
+        start, num_rows = self._rows
+        first_group, end_group = rows.start // num_rows, -(-rows.stop // num_rows)
+        if end_group == first_group + 1:
+            offset = first_group * (self._rows_per_group - num_rows) + start
+            return self._read(slice(rows.start + offset, rows.stop + offset), columns)
+        groups = self._read(slice(first_group * self._rows_per_group, end_group * self._rows_per_group), columns)
+        part = groups.unflatten(0, (-1, self._rows_per_group))[:, start : start + num_rows].flatten(0, 1)
+        return part[rows.start - first_group * num_rows : rows.stop - first_group * num_rows]
+
+    def _read(self, rows: slice, columns: list[slice]) -> torch.Tensor:
+        """Return rows and columns of the Hugging Face tensor, without dimensions of size 1."""
+        indices = iter((rows, *columns))
+        index = [slice(None) if dim in self._unit_dims else next(indices, slice(None)) for dim in range(self._num_dims)]
+        return self._tensor[tuple(index)].squeeze(self._unit_dims)
 
 
 def read_into(
@@ -208,13 +234,9 @@ def read_into(
     Raises:
         CheckpointError: rows cannot be split into blocks.
     """
-    if mapping.has_leading_one:
-        hf_weights = {name: hf_weights[name][0:1].squeeze(0) for name in mapping.hf_names}
-        shapes = {name: shapes[name][1:] for name in mapping.hf_names}
-    if mapping.rows is not None or mapping.is_convolution:
-        (name,) = mapping.hf_names
-        num_rows = shapes[name][0] if mapping.rows is None else mapping.rows[1]
-        hf_weights, shapes = {name: _PartOfRows(hf_weights[name], mapping)}, {name: [num_rows, shapes[name][-1]]}
+    if mapping.rows is not None or mapping.unit_dims:
+        parts = {name: _PartOfTensor(hf_weights[name], shapes[name], mapping) for name in mapping.hf_names}
+        hf_weights, shapes = parts, {name: part.shape for name, part in parts.items()}
     heights = _rows_per_block(mapping, shapes)
     shard_start, shard_stop = shard.start, shard.start + shard.length
     if shard.partition_dim == 0:
@@ -285,12 +307,12 @@ def _fill(
             part_start = sum(mapping.packed_rows[:packed_idx]) or packed_idx * mapping.num_blocks * height
             first_row = part_start + first_block * height + begin - component_start
             rows = slice(first_row, first_row + (num_blocks - 1) * height + end - begin)
-            rotary_rows = mapping.rotary_rows[component_idx] if mapping.rotary_rows else None
-            if rotary_rows is None:
+            row_order = mapping.row_orders[component_idx] if mapping.row_orders else None
+            if row_order is None:
                 source = _read_slice(mapping, hf_weights[name], rows, columns)
             else:
-                heads = rotary_rows.enclosing(rows)
-                source = rotary_rows.to_ours(_read_slice(mapping, hf_weights[name], heads, columns))
+                heads = row_order.enclosing(rows)
+                source = row_order.to_ours(_read_slice(mapping, hf_weights[name], heads, columns))
                 source = source[rows.start - heads.start : rows.stop - heads.start]
             blocks[:, begin - low : end - low].copy_(source.unflatten(0, (num_blocks, -1)))
         component_start += height
@@ -482,6 +504,8 @@ class HFFormat:
         ignored_names: names of tensors in old files that no model reads.
         rename_tensor: function from a tensor's name in the file and our configuration to its current name; None for
             tensors that this model does not read.
+        unpack: function from the current name and the shape of a tensor in the file to the tensors that it consists of,
+            by name; empty if it is no stack of other tensors.
         logit_tolerance: maximum difference of logits in fp64, relative to the largest logit.
         auto_class: Hugging Face class that builds the model, or a function that returns it for our configuration.
         model_logits: function from our model and tokens [b, s] to its logits [b, s, v].
@@ -514,6 +538,7 @@ class HFFormat:
     optional_biases: re.Pattern[str] = MATCHES_NOTHING
     ignored_names: re.Pattern[str] = MATCHES_NOTHING
     rename_tensor: Callable[[str, Config], str | None] = keep_tensor_name
+    unpack: Callable[[str, Sequence[int]], Mapping[str, StackedRows]] = lambda name, shape: {}
     logit_tolerance: float = 1e-10
     auto_class: str | Callable[[Config], str] = "AutoModelForCausalLM"
     model_logits: Callable[[Any, torch.Tensor], torch.Tensor] = decoder_logits
@@ -548,6 +573,7 @@ def by_recipes(
         hf_weights: Tensors = {}
         tensors_by_index: dict[str, dict[int, torch.Tensor]] = {}
         tensors_by_row: dict[str, dict[int, torch.Tensor]] = {}
+        num_groups: dict[str, int] = {}
         for name, tensor in weights.items():
             hf_names, index = mappings[name].hf_names, mappings[name].index
             if index is not None:
@@ -557,6 +583,7 @@ def by_recipes(
             if (rows := mappings[name].rows) is not None:
                 (part,) = weight_to_hf(mappings[name], tensor).values()
                 tensors_by_row.setdefault(hf_names[0], {})[rows[0]] = part
+                num_groups[hf_names[0]] = len(part) // rows[1]
                 continue
             heights_by_name = {
                 hf_name: num_rows
@@ -567,6 +594,6 @@ def by_recipes(
             hf_weights.update(
                 weight_to_hf(mappings[name], tensor, heights_by_name if len(heights_by_name) == len(hf_names) else None)
             )
-        return hf_weights | stack_indexed(tensors_by_index) | join_rows(tensors_by_row)
+        return hf_weights | stack_indexed(tensors_by_index) | join_rows(tensors_by_row, num_groups)
 
     return {"recipes": recipes_of, "to_ours": to_ours, "from_ours": from_ours}

@@ -122,6 +122,9 @@ class LatentAttention(Attention):
     are; values have d_v = ``v_head_dim``. A cache contains latents and rotated keys: r_kv + d_r elements per token.
     Later passes attend to the latents themselves, as ``q_i^T K_i c = (K_i^T q_i)^T c``.
 
+    With ``--attention-output-gate``, the output of head i is multiplied by the number ``sigmoid(g_i^T x)``, as in Ling
+    3; other attention has a gate for each element.
+
     Shapes and arguments: as in ``SelfAttention``.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2: a strong, economical, and efficient mixture-of-experts language model",
@@ -158,6 +161,9 @@ class LatentAttention(Attention):
             args.kv_lora_rank, num_heads, args.qk_head_dim, args.v_head_dim, **parallel.layer_kwargs
         )
         self.dense = RowParallelLinear(args.attention_width, h, bias=False, **parallel.layer_kwargs)
+        self.output_gate: ColumnParallelLinear | None = None
+        if args.attention_output_gate:
+            self.output_gate = ColumnParallelLinear(h, num_heads, bias=False, **parallel.layer_kwargs)
         self._set_attention_functions(args, layer)
 
     def _set_attention_functions(self, args: ModelArgs, layer: int) -> None:
@@ -182,16 +188,24 @@ class LatentAttention(Attention):
             latent, rotated_key = cache.update(latent, rotated_key)  # [b, 1, s_k, r_kv], [b, 1, s_k, d_r]
             if latent.shape[2] > query.shape[2]:
                 attend_to_latents = partial(self._attend_to_latents, query, rotated_key, mask)
-                return self.dense(self.key_value(latent, attend=attend_to_latents))
+                return self._project_output(x, self.key_value(latent, attend=attend_to_latents))
         is_by_document = mask is not None and mask.dtype == torch.int32
         arguments: tuple[Any, ...] = (mask,) if is_by_document else ()
         kwargs: dict[str, Any] = {} if is_by_document else {"mask": mask}
         if self.context_attention is not None:
             function: Callable[..., torch.Tensor] = self.context_attention
             function = self.context_attention.attend_within_documents if is_by_document else function
-            return self.dense(self.attend(function, query, latent, rotated_key, *arguments, **kwargs))
+            return self._project_output(x, self.attend(function, query, latent, rotated_key, *arguments, **kwargs))
         function = self.document_function if is_by_document else self.attention_function
-        return self.dense(self.attend(function, query, *self.expand(latent, rotated_key), *arguments, **kwargs))
+        keys_and_values = self.expand(latent, rotated_key)
+        return self._project_output(x, self.attend(function, query, *keys_and_values, *arguments, **kwargs))
+
+    def _project_output(self, x: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """Return the output for the input ``x`` and the context [s, b, a d_v / t], which is gated by head."""
+        if self.output_gate is not None:
+            gate = torch.sigmoid(self.output_gate(x))  # [s, b, a/t]
+            context = (context.unflatten(-1, (self.num_heads, -1)) * gate.unsqueeze(-1)).flatten(2)
+        return self.dense(context)
 
     def _project(
         self, x: torch.Tensor, cache: LayerKVCache | None, positions: torch.Tensor | None

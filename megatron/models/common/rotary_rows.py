@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megatron.models.common.row_order import RowOrder
+
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class RotaryRows:
+class RotaryRows(RowOrder):
     """Rotated rows of each head whose pairs are neighbours (0 and 1, 2 and 3) in Hugging Face files.
 
     In our weights the elements of a pair are half of the rotated rows apart (``megatron.ops.positions``). The rotated
@@ -26,27 +28,9 @@ class RotaryRows:
     start: int
     length: int
 
-    def to_ours(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return Hugging Face's rows [n, ...], of complete heads, in our order."""
-        return rows[self._order(len(rows), rows.device)]
-
-    def to_hf(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return our rows [n, ...], of complete heads, in Hugging Face's order."""
-        return rows[self._order(len(rows), rows.device).argsort()]
-
-    def enclosing(self, rows: slice) -> slice:
-        """Return the smallest range of complete heads that contains ``rows``."""
-        return slice(rows.start // self.period * self.period, -(-rows.stop // self.period) * self.period)
-
-    def _order(self, num_rows: int, device: torch.device) -> torch.Tensor:
-        """Return the Hugging Face index of each of our rows: int64 [num_rows]."""
-        import torch  # takes half a second; a dry run that reads only settings does not need it
-
-        if device.type == "meta":
-            device = torch.device("cpu")
-        by_head = torch.arange(num_rows, device=device).view(-1, self.period)
-        rotated = by_head[:, self.start : self.start + self.length].clone()
+    def _sort_periods(self, indices: torch.Tensor) -> torch.Tensor:
+        rotated = indices[:, self.start : self.start + self.length].clone()
         half = self.length // 2
-        by_head[:, self.start : self.start + half] = rotated[:, 0::2]
-        by_head[:, self.start + half : self.start + self.length] = rotated[:, 1::2]
-        return by_head.flatten()
+        indices[:, self.start : self.start + half] = rotated[:, 0::2]
+        indices[:, self.start + half : self.start + self.length] = rotated[:, 1::2]
+        return indices

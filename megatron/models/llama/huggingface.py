@@ -496,7 +496,7 @@ def recipes(preset: Preset, config: Config) -> dict[str, WeightMapping]:
             projections = ("q", "gate", "k", "v") if model.attention_output_gate else ("q", "k", "v")
             hf_names = tuple(f"{hf_layer}.self_attn.{name}_proj.{suffix}" for name in projections)
             mappings[f"{our_layer}.attention.query_key_value.{suffix}"] = WeightMapping(
-                hf_names, num_blocks=query_groups(model, layer_idx), rotary_rows=rotary_rows
+                hf_names, num_blocks=query_groups(model, layer_idx), row_orders=rotary_rows
             )
         if model.multi_latent_attention:
             del mappings[f"{our_layer}.attention.query_key_value.weight"]

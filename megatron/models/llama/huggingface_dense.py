@@ -259,10 +259,10 @@ def _query_key_value_mapping(dense_type: DenseType, model: ModelConfig, theirs: 
             num_blocks=model.num_query_groups,
             num_packed=3,
             packed_rows=(model.attention_size, key_rows, key_rows),
-            rotary_rows=rotary_rows,
+            row_orders=rotary_rows,
         )
     hf_names = tuple(f"{theirs}.{name}_proj.{suffix}" for name in "qkv")
-    return WeightMapping(hf_names, num_blocks=model.num_query_groups, rotary_rows=rotary_rows)
+    return WeightMapping(hf_names, num_blocks=model.num_query_groups, row_orders=rotary_rows)
 
 
 def _up_mapping(dense_type: DenseType, model: ModelConfig, theirs: str, suffix: str) -> WeightMapping:

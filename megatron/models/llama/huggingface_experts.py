@@ -57,6 +57,8 @@ class ExpertNames:
         num_shared_key: config.json key of the number of shared experts.
         has_norm_key: config.json has ``norm_topk_prob`` for a softmax router; always the case if ``dense_layers`` is
             "sparse".
+        shared_size_key: config.json key of the size of the shared expert, which all models of the type have.
+        shared_projections: names of the shared expert's projections; empty: ``projections``.
     """
 
     block: str = "mlp"
@@ -75,6 +77,8 @@ class ExpertNames:
     group_scores: int = 2
     num_shared_key: str = ""
     has_norm_key: bool = False
+    shared_size_key: str = ""
+    shared_projections: tuple[str, ...] = ()
 
 
 MIXTRAL = ExpertNames(
@@ -93,9 +97,26 @@ QWEN2 = ExpertNames(
     free=frozenset({"moe_router_pre_softmax", "moe_shared_expert_intermediate_size"}),
     fixed={"moe_shared_expert_gate": True},
     shared_expert="shared_expert",
+    shared_size_key="shared_expert_intermediate_size",
     defaults={
         "num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408, "norm_topk_prob": False,
         "shared_expert_intermediate_size": 5632,
+    },
+)  # fmt: skip
+QWEN3_NEXT = replace(
+    QWEN2,
+    defaults={
+        "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512, "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 512,
+    },
+)  # fmt: skip
+QWEN3_5 = replace(
+    QWEN2,
+    free=frozenset({"moe_shared_expert_intermediate_size"}),
+    dense_layers="",
+    defaults={
+        "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
     },
 )  # fmt: skip
 GLM4 = ExpertNames(
@@ -170,6 +191,30 @@ MIMO_EXPERTS = replace(
         "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
     },
 )  # fmt: skip
+KIMI_LINEAR = replace(
+    GLM4,
+    block="block_sparse_moe",
+    projections=("w1", "w3", "w2"),
+    shared_projections=("gate_proj", "up_proj", "down_proj"),
+    num_experts_key="num_experts",
+    dense_layers="types",
+    defaults={
+        **GLM4.defaults,
+        "num_experts": 256,
+        "moe_intermediate_size": 1024,
+        "routed_scaling_factor": 2.446,
+    },
+)
+LING = replace(
+    KIMI_LINEAR,
+    block="mlp",
+    projections=("gate_proj", "up_proj", "down_proj"),
+    expert_bias="gate.expert_bias",
+    defaults={
+        **KIMI_LINEAR.defaults, "num_experts": 512, "moe_intermediate_size": 768, "routed_scaling_factor": 2.5,
+        "n_group": 8, "topk_group": 4,
+    },
+)  # fmt: skip
 DOTS1 = replace(GLM4, defaults={**GLM4.defaults, "first_k_dense_replace": 0, "norm_topk_prob": False})
 ERNIE = ExpertNames(
     num_experts_key="moe_num_experts",
@@ -214,7 +259,7 @@ def expert_recipes(names: ExpertNames, model: ModelConfig, our_layer: str, hf_la
     mappings = {f"{our_layer}.mlp.router.weight": WeightMapping((f"{hf_block}.{names.router}.weight",))}
     if model.moe_router_enable_expert_bias:
         mappings[f"{our_layer}.mlp.router.expert_bias"] = WeightMapping(
-            (f"{hf_block}.{names.expert_bias}",), has_leading_one=names.is_expert_bias_2d
+            (f"{hf_block}.{names.expert_bias}",), unit_dims=(0,) if names.is_expert_bias_2d else ()
         )
     for idx in range(model.num_experts):
         our_expert, ffn_size = f"{our_layer}.mlp.experts.{idx}", model.moe_ffn_hidden_size
@@ -223,7 +268,7 @@ def expert_recipes(names: ExpertNames, model: ModelConfig, our_layer: str, hf_la
         mappings |= _expert_mappings(
             f"{our_layer}.mlp.shared_expert",
             hf_shared_expert,
-            names.projections,
+            names.shared_projections or names.projections,
             model.moe_shared_expert_intermediate_size,
         )
     if model.moe_shared_expert_gate:
@@ -232,7 +277,7 @@ def expert_recipes(names: ExpertNames, model: ModelConfig, our_layer: str, hf_la
 
 
 def _expert_mappings(
-    our_expert: str, hf_expert: str, projections: tuple[str, str, str], ffn_size: int
+    our_expert: str, hf_expert: str, projections: tuple[str, ...], ffn_size: int
 ) -> dict[str, WeightMapping]:
     gate, up, down = (f"{hf_expert}.{projection}.weight" for projection in projections)
     return {
@@ -258,7 +303,7 @@ def expert_problems(names: ExpertNames, model: ModelConfig) -> Iterator[str]:
         yield f"only the first layers can be dense, got --moe-layer-freq {model.moe_layer_freq}"
     if not names.dense_layers and not all(has_experts):
         yield f"all layers must have experts, got --moe-layer-freq {model.moe_layer_freq}"
-    if names is QWEN2 and not model.moe_shared_expert_intermediate_size:
+    if names.shared_size_key and not model.moe_shared_expert_intermediate_size:
         yield "a shared expert is required. Set --moe-shared-expert-intermediate-size"
     if names.num_shared_key and model.moe_shared_expert_intermediate_size % model.moe_ffn_hidden_size:
         yield (
@@ -288,8 +333,8 @@ def expert_fields(names: ExpertNames, model: ModelConfig) -> dict[str, Any]:
             "mlp_only_layers": dense,
             "norm_topk_prob": not model.moe_router_pre_softmax,
         }
-    if names is QWEN2:
-        fields["shared_expert_intermediate_size"] = model.moe_shared_expert_intermediate_size
+    if names.shared_size_key:
+        fields[names.shared_size_key] = model.moe_shared_expert_intermediate_size
     if names.has_norm_key:
         fields["norm_topk_prob"] = not model.moe_router_pre_softmax
     if names is ERNIE:
@@ -343,8 +388,8 @@ def expert_values(names: ExpertNames, hf_config: Mapping[str, Any]) -> tuple[dic
         unsupported.append(f"router_jitter_noise {settings['router_jitter_noise']!r} (supported: 0.0)")
     if names.dense_layers == "sparse" or names.has_norm_key:
         fields["moe_router_pre_softmax"] = not settings["norm_topk_prob"]
-    if names is QWEN2:
-        fields["moe_shared_expert_intermediate_size"] = settings["shared_expert_intermediate_size"]
+    if names.shared_size_key:
+        fields["moe_shared_expert_intermediate_size"] = settings[names.shared_size_key]
         if not settings.get("qkv_bias", True):
             unsupported.append("qkv_bias False (supported: True)")
     if names.num_shared_key:

@@ -66,16 +66,20 @@ def latent_recipes(
 
 
 def _mapping(hf_attention: str, name: str, rotary_rows: RotaryRows | None = None) -> WeightMapping:
-    return WeightMapping((f"{hf_attention}.{name}.weight",), rotary_rows=() if rotary_rows is None else (rotary_rows,))
+    return WeightMapping((f"{hf_attention}.{name}.weight",), row_orders=() if rotary_rows is None else (rotary_rows,))
+
+
+def latent_size_fields(model: ModelConfig) -> dict[str, Any]:
+    """Return the fields of config.json for the sizes of multi-latent attention."""
+    return {
+        "q_lora_rank": model.q_lora_rank or None,
+        **{key: getattr(model, name) for key, name in _SIZES.items()},
+    }
 
 
 def latent_fields(model: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json for multi-latent attention and its rotary positions."""
-    fields = {
-        "q_lora_rank": model.q_lora_rank or None,
-        **{key: getattr(model, name) for key, name in _SIZES.items()},
-        **rotary_fields(model, has_local=False),
-    }
+    fields = {**latent_size_fields(model), **rotary_fields(model, has_local=False)}
     scaling = fields["rope_scaling"]
     if scaling is not None and model.has_yarn:
         if model.mscale_all_dim:
@@ -92,9 +96,14 @@ def latent_values(settings: Mapping[str, Any], *, has_adjacent_pairs: bool) -> t
         unsupported.append("rope_interleave False (supported: True)")
     if settings.get("mlp_bias"):
         unsupported.append("mlp_bias True (supported: False)")
+    return {**latent_size_values(settings), **LATENT_SETTINGS, **fields}, unsupported
+
+
+def latent_size_values(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our sizes of multi-latent attention for a config.json."""
     sizes = {name: settings[key] for key, name in _SIZES.items() if settings.get(key) is not None}
     sizes.setdefault("v_head_dim", settings["hidden_size"] // settings["num_attention_heads"])  # MiniCPM3's default
-    return {"q_lora_rank": settings.get("q_lora_rank") or 0, **sizes, **LATENT_SETTINGS, **fields}, unsupported
+    return {"q_lora_rank": settings.get("q_lora_rank") or 0, **sizes}
 
 
 def _rotary_values(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron.config import Config
 from megatron.config.branch_multipliers import BranchMultipliers, parse_multipliers
 from megatron.config.experts import SIGMOID
 from megatron.config.layer_types import (
@@ -31,18 +32,16 @@ from megatron.config.model import ModelConfig
 from megatron.config.recurrent import GROUP_NORM, NO_NORM, NORM_FIRST
 from megatron.models.common.huggingface import WeightMapping
 from megatron.models.llama.huggingface_dense_types import granite_fields, granite_values
-from megatron.models.llama.huggingface_mamba import (
-    MambaType,
+from megatron.models.llama.huggingface_hybrid import (
+    HybridType,
     Problems,
     Recipes,
     activation_problems,
     attention_recipes,
     layer_type_problems,
     make_format,
-    mamba_recipes,
-    time_step_fields,
-    time_step_values,
 )
+from megatron.models.llama.huggingface_mamba import mamba_problems, mamba_recipes, time_step_fields, time_step_values
 from megatron.models.llama.huggingface_rotary import rotary_fields, rotary_values
 
 UNLIMITED_POSITIONS = 2**20
@@ -50,6 +49,16 @@ UNLIMITED_POSITIONS = 2**20
 
 
 # Mamba 2.
+
+
+def _rename_backbone(name: str, config: Config) -> str:
+    """Return ``name`` with the names of these types instead of those that other versions of transformers use.
+
+    They are "model" instead of "backbone", and mamba-ssm's "embedding" instead of "embeddings".
+    """
+    if name.startswith("model."):
+        name = f"backbone.{name.removeprefix('model.')}"
+    return name.replace(".embedding.weight", ".embeddings.weight")
 
 
 def _mamba2_recipes(model: ModelConfig, layer_idx: int, ours: str, theirs: str) -> Recipes:
@@ -93,6 +102,7 @@ def _mamba2_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
 
 
 def _mamba2_problems(model: ModelConfig) -> Iterator[str]:
+    yield from mamba_problems(model)
     yield from layer_type_problems(
         model, lambda layer_type: layer_type == LayerType(MAMBA2, NO_MLP), "all layers must be Mamba-2 (M) only"
     )
@@ -228,6 +238,7 @@ def _nemotron_expert_values(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _nemotron_problems(model: ModelConfig) -> Iterator[str]:
+    yield from mamba_problems(model)
     yield from layer_type_problems(
         model,
         lambda layer_type: layer_type.num_halves == 1 and layer_type.mixer in (MAMBA2, ATTENTION, NO_MIXER),
@@ -352,6 +363,7 @@ def _falcon_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
 
 
 def _falcon_problems(model: ModelConfig) -> Iterator[str]:
+    yield from mamba_problems(model, has_other_norms=True)
     yield from layer_type_problems(
         model,
         lambda layer_type: layer_type == LayerType(PARALLEL_MAMBA, MLP),
@@ -486,6 +498,7 @@ def _granite_hybrid_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Pr
 
 
 def _granite_hybrid_problems(model: ModelConfig) -> Iterator[str]:
+    yield from mamba_problems(model)
     feed_forward = EXPERTS if model.num_experts else MLP
     yield from layer_type_problems(
         model,
@@ -520,8 +533,21 @@ def _granite_hybrid_problems(model: ModelConfig) -> Iterator[str]:
             yield "a shared expert is required. Set --moe-shared-expert-intermediate-size"
 
 
+def _rename_granite(name: str, config: Config) -> str:
+    """Return the name in files of ``name``, which may be that of a parameter in the class of transformers 5."""
+    for in_class, in_file in (
+        ("experts.gate_up_proj", "input_linear.weight"),
+        ("experts.down_proj", "output_linear.weight"),
+        ("router.weight", "router.layer.weight"),
+    ):
+        name = name.replace(f"block_sparse_moe.{in_class}", f"block_sparse_moe.{in_file}")
+    return name
+
+
+_EXAMPLE = {"mamba_n_heads": 8, "mamba_d_ssm": None, "num_local_experts": 0, "num_experts_per_tok": 0}
+"""Sizes that fit those with which ``--model`` selects settings."""
 MAMBA_TYPES = (
-    MambaType(
+    HybridType(
         model_type="mamba2",
         architecture="Mamba2ForCausalLM",
         prefix="backbone",
@@ -539,8 +565,9 @@ MAMBA_TYPES = (
         fields=_mamba2_fields,
         values=_mamba2_values,
         problems=_mamba2_problems,
+        rename_tensor=_rename_backbone,
     ),
-    MambaType(
+    HybridType(
         model_type="nemotron_h",
         architecture="NemotronHForCausalLM",
         prefix="backbone",
@@ -562,8 +589,9 @@ MAMBA_TYPES = (
         fields=_nemotron_fields,
         values=_nemotron_values,
         problems=_nemotron_problems,
+        rename_tensor=_rename_backbone,
     ),
-    MambaType(
+    HybridType(
         model_type="falcon_h1",
         architecture="FalconH1ForCausalLM",
         final_norm="final_layernorm",
@@ -585,8 +613,10 @@ MAMBA_TYPES = (
         fields=_falcon_fields,
         values=_falcon_values,
         problems=_falcon_problems,
+        is_selectable=True,
+        example=_EXAMPLE,
     ),
-    MambaType(
+    HybridType(
         model_type="granitemoehybrid",
         architecture="GraniteMoeHybridForCausalLM",
         fixed={"activation": "gated-silu"},
@@ -606,6 +636,9 @@ MAMBA_TYPES = (
         fields=_granite_hybrid_fields,
         values=_granite_hybrid_values,
         problems=_granite_hybrid_problems,
+        rename_tensor=_rename_granite,
+        is_selectable=True,
+        example=_EXAMPLE,
     ),
 )  # fmt: skip
 """The types, in the order in which an export tries them."""

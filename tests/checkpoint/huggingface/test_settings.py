@@ -72,6 +72,7 @@ STD = {"initializer_range": 0.03}
 FIELDS_BY_TYPE: dict[str, dict[str, Any]] = {
     "deepseek_v2": HEADS | {"num_experts_per_tok": 6}, "deepseek_v3": HEADS | NO_MTP, "glm4_moe": NO_MTP,
     "glm4_moe_lite": HEADS | NO_MTP, "youtu": HEADS | STD, "minicpm3": HEADS | STD,
+    "qwen3_5": {"text_config": SIZES}, "qwen3_5_moe": {"text_config": SIZES},
     "dots1": {"norm_topk_prob": True, "n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "mamba2": {"num_heads": 8},
 }  # fmt: skip

@@ -107,7 +107,9 @@ def cases() -> dict[str, Case]:
         ),
         "latents": Case(DecoderModel, latent_model_args(), plain_fields),
         "latents with documents": Case(
-            DecoderModel, latent_model_args(q_lora_rank=0, v_head_dim=9, **DROPOUT_RATES), document_fields
+            DecoderModel,
+            latent_model_args(q_lora_rank=0, v_head_dim=9, attention_output_gate=True, **DROPOUT_RATES),
+            document_fields,
         ),
         "latents, documents by starts": Case(DecoderModel, latent_model_args(window_size=5), document_fields),
         "latents, recomputed": Case(DecoderModel, latent_model_args(recompute_attention=True), segment_fields),

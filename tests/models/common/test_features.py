@@ -148,6 +148,8 @@ FULL_MODELS: dict[str, dict[str, Any]] = {
                     "activation": "gated-silu", "untie_embeddings": True},
     "DeepSeek-V2, long values": {**ROPE, **FEATURES["rms"], **LATENT, "q_lora_rank": 0, "v_head_dim": 9,
                                  "attn_logit_softcapping": 1.1, "window_size": 3, "window_attn_skip_freq": "2"},
+    "Ling 3": {**ROPE, **FEATURES["rms"], **LATENT, "q_lora_rank": 0, "attention_output_gate": True,
+                 "activation": "gated-silu", "untie_embeddings": True},
     "latents with other parts": {
         **ROPE, **FEATURES["rms"], **LATENT, "rotary_interleaved": True, "parallel_residual": "shared-norm",
         "logit_scale": 0.3, "activation": "gated-silu", "activation_func_clamp_value": 0.4, "glu_linear_offset": 1.0,

@@ -44,11 +44,12 @@ def test_sequence_parallel_matches_one_process() -> None:
     check_matches_one_process(2, 1, "all_gather", ["latents", "latents with documents"])
 
 
-def run_layer(rank: int, context: int, comm: str, num_bytes: str) -> float:
+def run_layer(rank: int, context: int, comm: str, num_bytes: str, has_gate: bool = False) -> float:
     """Return the bytes that a layer on this rank saves or sends over the context group."""
     grid = build_grid(Topology(pipe=1, data=1, tensor=1, context=context), rank)
     parallel = ParallelContext(context=grid.context, cp_comm_type=comm)
-    model = fill_weights(DecoderModel(latent_model_args(max_position_embeddings=LONG_LENGTH), parallel))
+    args = latent_model_args(max_position_embeddings=LONG_LENGTH, attention_output_gate=has_gate)
+    model = fill_weights(DecoderModel(args, parallel))
     x = torch.randn(LONG_LENGTH // context, BATCH, 16, requires_grad=True)
     mask = model.masks.get_mask(x, None)
     if num_bytes == "saved":
@@ -76,24 +77,27 @@ def test_context_ranks_exchange_latents() -> None:
     assert run_ranks(2, run_layer, 2, "all_gather", "sent") == [2 * message / 2] * 2
 
 
-@pytest.mark.parametrize(("context", "comm"), [(1, "all_gather"), (2, "all_gather"), (2, "a2a")])
-def test_saved_bytes_match_planner(context: int, comm: str) -> None:
-    costs = DecoderCosts(
-        latent_model_args(), LONG_LENGTH, mask_bytes=0, context=context, cuts_heads=context > 1 and comm == "a2a"
-    )
-    (saved, *_) = run_ranks(context, run_layer, context, comm, "saved")
+@pytest.mark.parametrize(
+    ("context", "comm", "has_gate"),
+    [(1, "all_gather", False), (2, "all_gather", False), (2, "a2a", False), (1, "all_gather", True)],
+)
+def test_saved_bytes_match_planner(context: int, comm: str, has_gate: bool) -> None:
+    args = latent_model_args(attention_output_gate=has_gate)
+    costs = DecoderCosts(args, LONG_LENGTH, mask_bytes=0, context=context, cuts_heads=context > 1 and comm == "a2a")
+    (saved, *_) = run_ranks(context, run_layer, context, comm, "saved", has_gate)
     estimated = costs.unit_saved_bytes(BATCH, 1, 4)[1].full
     assert abs(estimated - saved) <= 0.1 * saved, (estimated, saved)
 
 
-def test_flops_and_parameters_match_count_by_hand() -> None:
+@pytest.mark.parametrize("has_gate", [False, True])
+def test_flops_and_parameters_match_count_by_hand(has_gate: bool) -> None:
     config = ModelConfig(
         num_layers=1, hidden_size=16, num_attention_heads=4, vocab_size=11, ff_hidden_size=8, hidden_bias=False,
         multi_latent_attention=True, q_lora_rank=6, kv_lora_rank=5, qk_head_dim=3, qk_pos_emb_head_dim=2, v_head_dim=7,
-        position_embedding_type="rope", normalization="RMSNorm",
+        position_embedding_type="rope", normalization="RMSNorm", attention_output_gate=has_gate,
     )  # fmt: skip
     costs = DecoderCosts(config, 10)
-    attention = 16 * 6 + 6 + 6 * 4 * 5 + 16 * (5 + 2) + 5 + 5 * 4 * (3 + 7) + 4 * 7 * 16
+    attention = 16 * 4 * has_gate + 16 * 6 + 6 + 6 * 4 * 5 + 16 * (5 + 2) + 5 + 5 * 4 * (3 + 7) + 4 * 7 * 16
     layer = attention + 2 * 16 * 8 + 2 * 16
     assert costs.layer_parameters() == layer
     per_token = 6 * (layer + 16 + 11 * 16) + 6 * 4 * (5 + 7) * 5  # a query sees 5 of 10 keys on average

@@ -85,6 +85,7 @@ CASES = {
     "latents, direct queries, recompute": Case(
         latent_model_args(num_attention_heads=4, q_lora_rank=0, checkpoint_activations=True)
     ),
+    "latents, output gate": Case(latent_model_args(num_attention_heads=4, attention_output_gate=True), True),
     "q/k norm, all, no bias": Case(small_model_args(qk_norm="all", norm_bias=False, window_size=4), True),
 }
 CASES_BY_SIZE = {

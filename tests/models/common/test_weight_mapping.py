@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megatron.errors import CheckpointError
-from megatron.models.common.huggingface import WeightMapping, read_into, weight_from_hf, weight_to_hf
+from megatron.models.common.gated_query_rows import GatedQueryRows
+from megatron.models.common.huggingface import WeightMapping, join_rows, read_into, weight_from_hf, weight_to_hf
 from megatron.models.common.rotary_rows import RotaryRows
 from megatron.mpu.shard import Shard
 
@@ -19,9 +20,9 @@ MAPPINGS = {
     "packed": WeightMapping(
         ("qkv",), num_blocks=GROUPS, num_packed=3, packed_rows=(QUERY_ROWS, KEY_ROWS, KEY_ROWS)
     ),
-    "adjacent pairs": WeightMapping(("q", "k", "v"), num_blocks=GROUPS, rotary_rows=ROTARY_ROWS),
+    "adjacent pairs": WeightMapping(("q", "k", "v"), num_blocks=GROUPS, row_orders=ROTARY_ROWS),
     "both": WeightMapping(
-        ("qkv",), num_blocks=GROUPS, num_packed=3, packed_rows=(QUERY_ROWS, KEY_ROWS, KEY_ROWS), rotary_rows=ROTARY_ROWS
+        ("qkv",), num_blocks=GROUPS, num_packed=3, packed_rows=(QUERY_ROWS, KEY_ROWS, KEY_ROWS), row_orders=ROTARY_ROWS
     ),
 }  # fmt: skip
 
@@ -36,7 +37,7 @@ def make_tensors(mapping: WeightMapping, *columns: int) -> dict[str, torch.Tenso
 
 def expected_rows(mapping: WeightMapping) -> list[int]:
     """Return, for each of our rows, its index among all rows of queries, then keys, then values."""
-    in_head = [0, 2, 1, 3, 4, 5] if mapping.rotary_rows else list(range(HEAD_SIZE))
+    in_head = [0, 2, 1, 3, 4, 5] if mapping.row_orders else list(range(HEAD_SIZE))
     rows: list[int] = []
     for group in range(GROUPS):
         for head in range(HEADS_PER_GROUP):
@@ -87,3 +88,52 @@ def test_packed_tensor_of_another_height_is_rejected() -> None:
         weight_from_hf(MAPPINGS["packed"], {"qkv": tensor})
     with pytest.raises(CheckpointError, match="qkv: the rows of each part must divide into 3 blocks"):
         read_into(tensor, MAPPINGS["packed"], {"qkv": tensor}, {"qkv": list(tensor.shape)}, Shard(tuple(tensor.shape)))
+
+
+# Rows of groups, dimensions of size 1, gates.
+
+PARTS = {"query": (0, 2), "key": (2, 2), "value": (4, 3)}
+"""Part -> (first row, number of rows) in each of three groups of seven rows."""
+
+
+@pytest.mark.parametrize("unit_dims", [(), (1,), (0, 1, 3)])
+def test_parts_of_grouped_rows_round_trip_and_are_read_in_slices(unit_dims: tuple[int, ...]) -> None:
+    packed = torch.arange(21 * WIDTH).view(21, WIDTH)
+    groups = packed.view(GROUPS, 7, WIDTH)
+    for dim in unit_dims:
+        packed = packed.unsqueeze(dim)
+    joined: dict[int, torch.Tensor] = {}
+    for name, (start, num_rows) in PARTS.items():
+        mapping = WeightMapping(("packed",), rows=(start, num_rows), rows_per_group=7, unit_dims=unit_dims)
+        weight = weight_from_hf(mapping, {"packed": packed})
+        assert weight.equal(groups[:, start : start + num_rows].reshape(-1, WIDTH)), name
+        (joined[start],) = weight_to_hf(mapping, weight).values()
+        for low in range(len(weight)):
+            for high in range(low + 1, len(weight) + 1):
+                target = torch.full((high - low, WIDTH), -1)
+                shard = Shard(tuple(weight.shape), 0, low, high - low)
+                read_into(target, mapping, {"packed": packed}, {"packed": list(packed.shape)}, shard)
+                assert target.equal(weight[low:high]), (name, low, high)
+        target = torch.full((len(weight), 2), -1)
+        read_into(
+            target, mapping, {"packed": packed}, {"packed": list(packed.shape)}, Shard(tuple(weight.shape), 1, 1, 2)
+        )
+        assert target.equal(weight[:, 1:3]), name
+    if unit_dims in ((), (1,)):
+        assert join_rows({"packed": joined}, {"packed": GROUPS})["packed"].equal(packed)
+        del joined[2]
+        with pytest.raises(
+            CheckpointError, match=r"packed needs the weights of all its rows, got those from rows \[0, 4\]"
+        ):
+            join_rows({"packed": joined}, {"packed": GROUPS})
+
+
+def test_gates_follow_the_queries_of_their_group() -> None:
+    """Two groups of two heads of three rows; files alternate query and gate of each head."""
+    names = [f"{part}{head}.{row}" for head in range(4) for part in "qg" for row in range(3)]
+    ours = [f"{part}{head}.{row}" for heads in ((0, 1), (2, 3)) for part in "qg" for head in heads for row in range(3)]
+    order = GatedQueryRows(period=12, head_size=3)
+    indices = torch.arange(24)
+    assert [names[idx] for idx in order.to_ours(indices)] == ours
+    assert order.to_hf(order.to_ours(indices)).equal(indices)
+    assert order.enclosing(slice(5, 13)) == slice(0, 24)
