@@ -38,7 +38,7 @@ config_json=${config_json:-}                      # ds_config_qwen3_5.json next 
 CHECKPOINT_PATH=${CHECKPOINT_PATH:-}              # runs/llama-<time>; run folder
 
 # ----------------------------------------------------------------------------------------------------------------------
-own=(--num-query-groups NGROUPS --linear-num-key-heads NKEYHEADS --linear-num-value-heads NVALUEHEADS
+script_flags=(--num-query-groups NGROUPS --linear-num-key-heads NKEYHEADS --linear-num-value-heads NVALUEHEADS
   --ff-hidden-size NFF --seq-length SEQLEN)
 program=pretrain_gpt2.py
 recipe="--model $MODEL --linear-attention-freq 4 --rotary-base 10000000 --lr-decay-style cosine --adam-beta2 0.95"
