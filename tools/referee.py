@@ -22,6 +22,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import pickle
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.arguments.argparse_parsers import OneLineParser
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron.debug.referee.diagnosis import Comparison
     from megatron.debug.referee.dump_reader import Dump
     from megatron.debug.referee.scalars import ScalarComparison
@@ -75,6 +79,13 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--rtol must be a finite number of at least 0, got {flags.rtol}")
     if flags.all and flags.json:
         parser.error("--all has no effect with --json, which always lists all parameters. Remove one of them")
+    for pattern, replacement in flags.rename:
+        try:
+            re.sub(pattern, replacement, "")
+        except re.error as error:
+            parser.error(
+                f"--rename must be a regular expression and its replacement, got {pattern} {replacement}: {error}"
+            )
     return flags
 
 
@@ -112,7 +123,7 @@ def compute_reference(folder: Path, batch_path: Path) -> Dump:
 
     Raises:
         CheckpointError: The folder is damaged or of a model that is not supported.
-        KeyError: The batch has no tokens or labels.
+        ValueError: The batch cannot be used.
     """
     import torch
 
@@ -134,9 +145,9 @@ def compute_reference(folder: Path, batch_path: Path) -> Dump:
     hf_format = format_of(config, model_type)
     model = build_model(config)
     model.double().load_state_dict({name: tensor.double() for name, tensor in weights.items()}, strict=False)
-    batch = torch.load(batch_path, weights_only=True)
-    logits = hf_format.model_logits(model.eval(), batch["tokens"])  # [b, s, v]
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+    tokens, labels = read_batch(batch_path, config.model.vocab_size)
+    logits = hf_format.model_logits(model.eval(), tokens)  # [b, s, v]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     loss.backward()
     grads = {
         name: torch.zeros_like(weights[name], dtype=torch.float64) if parameter.grad is None else parameter.grad
@@ -150,6 +161,39 @@ def compute_reference(folder: Path, batch_path: Path) -> Dump:
         if name in hf_grads and name not in copies
     )
     return Dump(folder, (RankDump(0, {}, loss.item(), None, parameters),))
+
+
+def read_batch(path: Path, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Read tokens and labels, both [b, s].
+
+    Raises:
+        ValueError: The file is damaged, or its entries have other shapes or ids than the model needs.
+    """
+    import torch
+
+    requirement = f'--batch {path} must be written by torch.save({{"tokens": tokens, "labels": labels}}), both [b, s]'
+    try:
+        batch = torch.load(path, map_location="cpu", weights_only=True)
+        tokens, labels = batch["tokens"].long(), batch["labels"].long()
+    except OSError:
+        raise
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        LookupError,
+        EOFError,
+        pickle.UnpicklingError,
+    ) as error:
+        raise ValueError(f"{requirement}: {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+    if tokens.ndim != 2 or labels.shape != tokens.shape or not tokens.numel():
+        raise ValueError(f"{requirement}, got {list(tokens.shape)} and {list(labels.shape)}")
+    for name, ids in (("tokens", tokens), ("labels", labels[labels != -100])):
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+            bounds = f"{int(ids.min())} to {int(ids.max())}"
+            raise ValueError(f"--batch {path}: {name} must be ids from 0 to {vocab_size - 1}, got {bounds}")
+    return tokens, labels
 
 
 def report(verdict: Verdict, show_all: bool) -> None:

@@ -91,6 +91,8 @@ def load_checkpoint_args(scanned: Scan, defaults: Mapping[str, Any], name: str =
         scanned.ignored |= dict.fromkeys(schedule_flags, "no learning-rate schedule is loaded")
     if starts_new_run:
         return inherited
+    if source.missing_features:
+        scanned.notes.append(f"{source.path}: this run continues without {'; '.join(source.missing_features)}")
     if schedule_flags and source.optimizer:
         _apply_saved_schedule(scanned, source)
     return {**inherited, **_retained_settings(scanned, source, flags)}

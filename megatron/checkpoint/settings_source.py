@@ -24,6 +24,7 @@ class SettingsSource:
         stated_fields: names of the fields in that file; earlier versions' files may lack model fields.
         retained: field -> value for settings that a resumed run keeps (``config.changed_defaults``).
         optimizer: field -> value of a run's optimizer section; empty for a Hugging Face folder.
+        missing_features: features of the saved run's training that a continued run does not have.
     """
 
     path: Path | str
@@ -31,6 +32,7 @@ class SettingsSource:
     stated_fields: Container[str]
     retained: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
+    missing_features: tuple[str, ...] = ()
 
     def model_settings(self) -> dict[str, Any]:
         """Collect the model settings that a run reads from the source, as field -> value."""

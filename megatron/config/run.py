@@ -87,7 +87,7 @@ class RunConfig:
     )
     prove_only: bool = option(
         False,
-        "check the layout as --prove does, without a time limit, and exit with code 0 if it is correct, otherwise 1; "
+        "check the layout as --prove does, for at most 600 s, and exit with code 0 if it is correct, otherwise 1; "
         "needs no GPU and no launcher (WORLD_SIZE=N sets the number of ranks), and no data for the built-in models",
     )
     progress: str = option("auto", "form of the progress display", choices=("auto", "bar", "plain"))

@@ -13,6 +13,7 @@ from megatron.checkpoint import check_writable, remote
 from megatron.checkpoint.folders import CHECKPOINTS, last_sequence
 from megatron.config import CheckpointConfig, Config
 from megatron.errors import CheckpointError, ConfigError, DataError, raise_all
+from megatron.training import deepspeed_folders
 from megatron.training.checkpoint_source import (
     DOWNLOADS,
     NATIVE,
@@ -181,7 +182,8 @@ def _source_from_flags(config: Config, name: str) -> Path | None:
         source = Path(flags.load or flags.save or newest_run(name, config.family))
         require_checkpoint(source)
     except CheckpointError as error:
-        if not flags.load_if_exists:
+        # A run that starts from scratch next to another program's checkpoint would lose it without an error.
+        if not flags.load_if_exists or (flags.load and deepspeed_folders.foreign_tags_in(Path(flags.load))):
             raise
         log.info(f"--load-if-exists: starting from scratch, since {error}")
         return None

@@ -256,6 +256,85 @@ def test_layers_of_a_pipeline_stage_are_found_by_their_values(tmp_path: Path) ->
     assert (2, NORM, "layers.1.norm.weight") in verdict.renamed
 
 
+def test_chunks_of_an_interleaved_pipeline_may_have_the_same_names(tmp_path: Path) -> None:
+    """Stage 0 has the embedding, layer 0 and the head, in two chunks; both chunks and stage 1 call their layer 0."""
+
+    def interleave(dumps: list[Rank]) -> None:
+        for rank in dumps:
+            chunks = ("embedding", "layers.0", "layers.1", "head") if rank["rank"] == 0 else ("layers.1",)
+            rank["tensors"] = {
+                f"chunk{int(part in ('layers.1', 'head') and rank['rank'] == 0)}.module."
+                f"{name.replace('layers.1', 'layers.0')}": rank["tensors"][name].copy()
+                for part in chunks for name in SHAPES if name.startswith(part)
+            }  # fmt: skip
+
+    assert judge(tmp_path, interleave, dp=2).is_equal
+    verdict = judge(
+        tmp_path,
+        lambda dumps: (interleave(dumps), scale("chunk1.module.layers.0.norm.weight", 2, (0,))(dumps))[0],
+        dp=2,
+    )
+    assert [(item.name, item.fault and item.fault.text) for item in verdict.wrong] == [
+        ("layers.1.norm.weight", "x 2 (x dp: it counts twice) on rank 0, right on rank 1")
+    ]
+    assert (0, "chunk1.layers.0.norm.weight", "layers.1.norm.weight") in verdict.renamed
+
+
+def test_two_models_with_the_same_names(tmp_path: Path) -> None:
+    """A list of two models, such as a generator and a discriminator, in both runs."""
+
+    def dump(rank: int, num_ranks: int, factor: float = 1.0) -> Rank:
+        models = [
+            make_whole(),
+            {name: {key: -tensor for key, tensor in pair.items()} for name, pair in make_whole().items()},
+        ]
+        tensors = {f"chunk{idx}.{name}": pair for idx, model in enumerate(models) for name, pair in model.items()}
+        tensors[f"chunk1.{NORM}"]["grad"] *= factor
+        return {"rank": rank, "axes": {"dp": (rank, num_ranks)}, "loss": 2.5, "norm": None, "tensors": tensors}
+
+    one = write_dump(tmp_path / "one", [dump(0, 1)])
+    verdict = judge_step(read_dump(one), read_dump(write_dump(tmp_path / "many", [dump(0, 2, 2.0), dump(1, 2, 2.0)])))
+    assert len(verdict.gradients) == 2 * len(SHAPES)
+    assert [item.name for item in verdict.wrong] == [f"chunk1.{NORM}"]
+
+
+def test_dtensors_with_fewer_rows_than_ranks(tmp_path: Path) -> None:
+    """Over 5 ranks, 8 rows are chunks of 2, 2, 2, 2, 0; a norm of ones has only its placement to say which rows."""
+    whole = make_whole()
+
+    def shard(factor: float) -> list[Rank]:
+        ranks = make_ranks(whole, dp=5)
+        for rank in ranks:
+            for name, pair in rank["tensors"].items():
+                for key, tensor in list(pair.items()):
+                    chunks = tensor.chunk(5)
+                    pair[key] = chunks[rank["rank"]].clone() if rank["rank"] < len(chunks) else tensor[:0].clone()
+                pair |= {"value_placements": ["Shard(dim=0)"], "mesh": [0, 1, 2, 3, 4], "shape": list(SHAPES[name])}
+            rank["tensors"][NORM]["grad"] *= factor
+            rank["tensors"]["embedding.weight"]["grad"] *= factor
+        return ranks
+
+    one = write_dump(tmp_path / "one", make_ranks(whole, tp=1))
+    assert judge_step(read_dump(one), read_dump(write_dump(tmp_path / "right", shard(1.0)))).is_equal
+    verdict = judge_step(read_dump(one), read_dump(write_dump(tmp_path / "wrong", shard(5.0))))
+    assert [(item.name, item.fault and item.fault.text) for item in verdict.wrong] == [
+        ("embedding.weight", "x 5 (x dp)"), (NORM, "x 5 (x dp)")
+    ]  # fmt: skip
+
+
+def test_factor_is_named_although_a_shard_has_no_gradient(tmp_path: Path) -> None:
+    """No token of the batch is in the second half of the vocabulary."""
+    whole = make_whole()
+    whole["embedding.weight"]["grad"][6:] = 0
+    ranks = make_ranks(whole, tp=2)
+    ranks[0]["tensors"]["embedding.weight"]["grad"] *= 2
+    one, many = write_dump(tmp_path / "one", make_ranks(whole, tp=1)), write_dump(tmp_path / "many", ranks)
+    verdict = judge_step(read_dump(one), read_dump(many))
+    assert [(item.name, item.fault and item.fault.factor) for item in verdict.wrong] == [
+        ("embedding.weight", pytest.approx(2))
+    ]
+
+
 def test_shards_of_two_dimensions_are_found_as_chunks() -> None:
     """Experts [E, h, f] are sharded over ep in dimension 0 and over tp in dimension 2."""
     whole = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(1))
@@ -346,6 +425,8 @@ def drop_second_shard(dumps: list[Rank]) -> None:
         (rewrite(drop_second_shard), "are 64 of 128 elements"),
         (rewrite(lambda ranks: ranks[0]["tensors"][UP].update(grad=torch.ones(3))), "Dump full gradients"),
         (rewrite(lambda ranks: ranks[0].update(axes={"tp": (0, 1)})), "name different axes"),
+        (rewrite(lambda ranks: ranks[0].update(axes={"tp": 2})), "must be (index of this rank, size), got tp=2"),
+        (rewrite(lambda ranks: ranks[0].update(axes={"tp": (2, 1)})), "size), got tp=(2, 1). Call the hook with tp="),
     ],
 )  # fmt: skip
 def test_bad_dump_is_rejected(tmp_path: Path, change: Callable[[Path], object], message: str) -> None:

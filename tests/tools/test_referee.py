@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.helpers.harness import run_ranks
 from tests.helpers.referee_dumps import Rank, write_pair
 from tools import referee_hook
-from tools.referee import main
+from tools.referee import main, read_batch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,11 +71,47 @@ def test_bad_input_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "number of ranks, 2" in capsys.readouterr().err
     assert main([str(one), str(many), "--batch", "batch.pt"]) == 2
     assert "Hugging Face folder" in capsys.readouterr().err
-    for words in (["--axes", "tp"], ["--rtol", "-1"], ["--all", "--json"]):
+    for words in (
+        ["--axes", "tp"], ["--rtol", "-1"], ["--all", "--json"], ["--rename", "(", ""], ["--rename", "norm", r"\2"],
+    ):  # fmt: skip
         with pytest.raises(SystemExit) as error:
             main([str(one), str(many), *words])
         assert error.value.code == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (b"text", "must be written by torch.save"),
+        ([1, 2], "must be written by torch.save"),
+        ({"tokens": torch.zeros(2, 4)}, "KeyError: 'labels'"),
+        ({"tokens": [1, 2], "labels": [1, 2]}, "AttributeError"),
+        ({"tokens": torch.zeros(2, 4), "labels": torch.zeros(2, 3)}, "got [2, 4] and [2, 3]"),
+        (
+            {"tokens": torch.full((2, 4), 50), "labels": torch.zeros(2, 4)},
+            "tokens must be ids from 0 to 49, got 50 to 50",
+        ),
+        (
+            {"tokens": torch.zeros(2, 4), "labels": torch.full((2, 4), -1)},
+            "labels must be ids from 0 to 49, got -1 to -1",
+        ),
+    ],
+)
+def test_batch_that_cannot_be_used_is_one_error(tmp_path: Path, batch: object, message: str) -> None:
+    path = tmp_path / "batch.pt"
+    if isinstance(batch, bytes):
+        path.write_bytes(batch)
+    else:
+        torch.save(batch, path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_batch(path, 50)
+
+
+def test_batch_may_ignore_labels(tmp_path: Path) -> None:
+    torch.save({"tokens": torch.zeros(2, 4, dtype=torch.int32), "labels": torch.full((2, 4), -100)}, tmp_path / "b.pt")
+    tokens, labels = read_batch(tmp_path / "b.pt", 50)
+    assert tokens.dtype == labels.dtype == torch.int64
 
 
 class Block(nn.Module):

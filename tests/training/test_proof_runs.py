@@ -123,6 +123,44 @@ def test_folder_without_proof_is_an_error(tmp_path: Path, capsys: pytest.Capture
     assert "proof.json" in capsys.readouterr().err
 
 
+PROOF = {
+    "format": 1, "layout_check": {"state": "not checked"}, "data": {"problem": "x"}, "tokenizer": {"problem": "x"},
+    "versions": {}, "code": {}, "run": {"family": "gpt2", "script": "pretrain_gpt2.py", "ranks": 1, "samples": 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "must contain an object, got list"),
+        ({}, "format must be 1, got None"),
+        ({**PROOF, "format": 2}, "format must be 1, got 2"),
+        ({**PROOF, "data": None}, "data must be an object, got None"),
+        ({name: value for name, value in PROOF.items() if name != "run"}, "run must be an object"),
+        ({**PROOF, "layout_check": {}}, "layout_check.state must be of type str"),
+        ({**PROOF, "layout_check": {"state": "ok", "gradient": "small"}}, "layout_check.gradient must be a number"),
+        ({**PROOF, "run": {**PROOF["run"], "ranks": "two"}}, "run.ranks must be of type int, got two"),  # type: ignore[dict-item]
+        ({**PROOF, "run": {**PROOF["run"], "ranks": 0}}, "run.ranks must be at least 1"),  # type: ignore[dict-item]
+        ({**PROOF, "run": {**PROOF["run"], "family": "x"}}, "run.family must be one of gpt2"),  # type: ignore[dict-item]
+    ],
+)
+def test_damaged_proof_is_one_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: object, message: str
+) -> None:
+    (tmp_path / "proof.json").write_text(json.dumps(content))
+    assert verify.main([str(tmp_path)]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_item_without_a_hash_is_not_equal(proven_run: tuple[Path, str], tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(proven_run[0], copy, ignore=shutil.ignore_patterns("checkpoints"))
+    proof = json.loads((copy / "proof.json").read_text("utf-8"))
+    del proof["data"]["samples_sha256"]
+    (copy / "proof.json").write_text(json.dumps(proof), encoding="utf-8")
+    assert states_by_name(copy, has_layout_check=False)["data order"] == "not repeated"
+
+
 @pytest.mark.slow
 def test_verify_repeats_the_layout_check(proven_run: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
     assert verify.main([str(proven_run[0])]) == 0

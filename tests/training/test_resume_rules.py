@@ -191,6 +191,12 @@ def test_load_if_exists_selects_checkpoint_even_if_damaged(run_root: Path) -> No
     assert _choose_paths(make_config(load="bad", load_if_exists=True), "gpt2").source == Path("bad")
 
 
+def test_load_if_exists_does_not_ignore_checkpoint_of_deepspeed(run_root: Path) -> None:
+    (run_root / "ds" / "global_step5").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"tools/import_checkpoint\.py"):
+        _choose_paths(make_config(load="ds", load_if_exists=True), "gpt2")
+
+
 def test_restart_resumes_all_state_from_checkpoint_of_same_job(run_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start_config = make_config(load="old", finetune=True, save="run")
     save_for_job("job-0", run_root / "old")

@@ -14,6 +14,7 @@ _ACTIVATIONS = {"swiglu": "gated-silu", "squared_relu": "squared-relu"}
 _UNSUPPORTED = {
     "quick_geglu": "a gated quick GELU",
     "multi_latent_attention": "latent attention",
+    "use_mup": "muP (--use-mup)",
 }
 _UNSUPPORTED_IN_T5 = {
     "swiglu": "a gated activation",
@@ -86,9 +87,12 @@ def decoder_settings(settings: Mapping[str, Any], names: Container[str]) -> dict
         "normalization": _normalization(settings),
         "layernorm_1p": bool(settings.get("apply_layernorm_1p")),
         "add_qkv_bias": has_bias and "layers.0.mlp.up.bias" not in names,
-        "qk_norm": "head" if settings.get("qk_layernorm") else "none",
+        "qk_norm": "l2" if settings.get("qk_l2_norm") else "head" if settings.get("qk_layernorm") else "none",
         **_window(settings),
     }
+    if settings.get("swiglu"):
+        values["activation_func_clamp_value"] = float(settings.get("activation_func_clamp_value") or 0.0)
+        values["glu_linear_offset"] = float(settings.get("glu_linear_offset") or 0.0)
     if settings.get("softmax_scale"):
         values["softmax_scale"] = float(settings["softmax_scale"])
     if positions != "rope":

@@ -68,7 +68,8 @@ def find_iteration(source: Path) -> Path | None:
         source: the folder of ``--load``, or one ``iter_N``.
 
     Raises:
-        CheckpointError: latest_checkpointed_iteration.txt names a missing folder, although there are other checkpoints.
+        CheckpointError: latest_checkpointed_iteration.txt names a missing folder, although there are other checkpoints;
+            or the checkpoint has another of Megatron-LM's formats.
     """
     if not source.is_dir() or (source / MANIFEST_NAME).exists():
         return None
@@ -76,13 +77,19 @@ def find_iteration(source: Path) -> Path | None:
         return None
     if _is_torch_dist(source):
         return source
+    _reject_other_formats(source, "mp_rank_*/*.pt")
     pointer = source / POINTER
     if not pointer.is_file():
         return None
     word = pointer.read_text(errors="replace").strip()[:100]
     folder = source / (f"iter_{int(word):07d}" if word.isdecimal() else word)
+    if folder.is_dir() and _is_torch_dist(folder):
+        return folder
+    for path in (folder, source / word):
+        if word and path.is_dir():
+            _reject_other_formats(path, "mp_rank_*")
     if folder.is_dir():
-        return folder if _is_torch_dist(folder) else None
+        return None
     others = sorted(path.name for path in source.iterdir() if _ITERATION.fullmatch(path.name) and _is_torch_dist(path))
     if not others:
         return None
@@ -90,6 +97,25 @@ def find_iteration(source: Path) -> Path | None:
         f"{pointer} names {word!r}, but {folder} does not exist. Name one of the checkpoints with --load: "
         f"{', '.join(others)}"
     )
+
+
+def _reject_other_formats(folder: Path, rank_files: str) -> None:
+    """Check that ``folder`` has no checkpoint in a format without ``.distcp`` files.
+
+    Args:
+        rank_files: pattern for the files or folders of single ranks.
+
+    Raises:
+        CheckpointError: names the format, so that no run starts from scratch next to its checkpoint.
+    """
+    if any(folder.glob(rank_files)):
+        raise CheckpointError(
+            f"--load reads the format {BACKEND} of Megatron-LM, but {folder} has a file for each rank (--ckpt-format "
+            f"torch). Import its weights with tools/import_checkpoint.py --input {folder}, or save it once more in "
+            f"Megatron-LM with --ckpt-format {BACKEND}"
+        )
+    if (folder / FORMAT_FILE).is_file() and (folder / COMMON).is_file():
+        _check_format(folder)
 
 
 def _is_torch_dist(folder: Path) -> bool:

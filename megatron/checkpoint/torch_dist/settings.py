@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron.checkpoint.torch_dist.folder import COMMON, TorchDistFolder, read_
 from megatron.checkpoint.torch_dist.names import WeightNames
 from megatron.config import Config
 from megatron.config.changed_defaults import saved_settings
+from megatron.config.option import options_of
 from megatron.errors import CheckpointError
 
 FAMILY = "gpt2"
@@ -30,7 +31,19 @@ _UNSUPPORTED = {
     "experimental_attention_variant": "another attention",
     "linear_attention_freq": "linear attention",
     "moe_latent_size": "experts of a smaller hidden size",
+    "moe_apply_probs_on_input": "probabilities that multiply the inputs of experts",
+    "moe_mlp_glu_interleave_size": "experts with blocks of gates and values",
+    "moe_shared_expert_glu_interleave_size": "shared experts with blocks of gates and values",
+    "moe_router_topk_limited_devices": "routing to a limited number of devices",
 }
+"""Argument -> the feature that it switches on."""
+_TRAINING_ONLY = {
+    "moe_input_jitter_eps": "noise in the inputs of routers",
+    "qk_clip": "clipping of query and key weights",
+    "lr_warmup_init": "a warm-up that does not start at 0",
+    "moe_router_force_load_balancing": "random routing",
+}
+"""Argument -> a feature without effect on the model's outputs, which a continued run does not have."""
 _EXPERT_FIELDS = (
     "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
     "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
@@ -60,7 +73,25 @@ def read_torch_dist(path: Path, family: str, model: str = "") -> SettingsSource:
     values = setting_values(folder)
     config = build_config(values)
     optimizer = {name: value for name, value in values.items() if hasattr(config.optimizer, name)}
-    return SettingsSource(path / COMMON, config, set(values), saved_settings(config.to_dict()), optimizer)
+    retained, missing = saved_settings(config.to_dict()), tuple(missing_features(folder.args))
+    return SettingsSource(path / COMMON, config, set(values), retained, optimizer, missing)
+
+
+def missing_features(args: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the features of the saved run's training that a continued run does not have."""
+    yield from (f"{text} ({name} {args[name]})" for name, text in _TRAINING_ONLY.items() if args.get(name))
+    style = args.get("weight_decay_incr_style") or "constant"
+    if style != "constant":
+        start, end = args.get("start_weight_decay"), args.get("end_weight_decay")
+        yield f"a weight decay that changes from {start} to {end} (weight_decay_incr_style {style})"
+    if (args.get("num_experts") or 0) > 1:
+        balancing, coefficients = args.get("moe_router_load_balancing_type"), args.get("moe_aux_loss_coeff") or 0.0
+        is_list = isinstance(balancing, list | tuple)
+        names = list(balancing) if is_list else [balancing]
+        weights = list(coefficients) if isinstance(coefficients, list | tuple) else [coefficients] * len(names)
+        lost = [f"{name} {weight}" for name, weight in zip(names, weights, strict=False) if name and weight]
+        if lost and (len(names) > 1 or names[0] not in _LOAD_BALANCING):
+            yield f"the load-balancing losses {', '.join(lost)}"
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
@@ -70,9 +101,17 @@ def build_config(values: Mapping[str, Any]) -> Config:
         CheckpointError: they do not define one of our models.
     """
     try:
-        return config_from_values(values, family=FAMILY)
+        config = config_from_values(values, family=FAMILY)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the arguments in the checkpoint do not describe a supported model: {error}") from error
+    sections = (config.model, config.family_config)
+    options = (option for section in sections for option in options_of(type(section)) if option.name in values)
+    problems = [problem for option in options if (problem := option.problem(values[option.name]))]
+    if problems:
+        raise CheckpointError(
+            f"the arguments in the checkpoint do not describe a supported model: {'; '.join(problems)}"
+        )
+    return config
 
 
 def setting_values(folder: TorchDistFolder) -> dict[str, Any]:
@@ -94,6 +133,9 @@ def _model_values(folder: TorchDistFolder) -> dict[str, Any]:
     args, tensors = folder.args, folder.index.tensors
     names = WeightNames(tensors)
     unsupported = sorted({text for name, text in _UNSUPPORTED.items() if args.get(name)})
+    balancing = args.get("moe_router_load_balancing_type")
+    if "sinkhorn" in (balancing if isinstance(balancing, list | tuple) else [balancing]) and args.get("num_experts"):
+        unsupported.append("routing by sinkhorn")
     if unsupported:
         raise CheckpointError(f"{folder.path}: the model has unsupported features: {', '.join(unsupported)}")
     reject_unsupported(args, names, has_experts=True)

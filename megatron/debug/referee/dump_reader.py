@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 RANK_FILE = re.compile(r"rank-(\d{5,})\.pt")
-WRAPPER_PREFIX = re.compile(
-    r"^chunk\d+\.|(?<![^.])(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
-)
-"""Parts of names that the hook and wrappers (DDP, torch.compile, FSDP) add."""
+CHUNK_PREFIX = re.compile(r"^chunk\d+\.")
+"""Part of names that the hook adds."""
+WRAPPER_PREFIX = re.compile(r"(?<![^.])(?:module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+"""Parts of names that wrappers (DDP, torch.compile, FSDP) add."""
 
 Axes = dict[str, tuple[int, int]]
 """Name of an axis -> (index of a rank on it, size)."""
@@ -32,7 +32,7 @@ class Parameter:
     """One rank's parameter or shard.
 
     Attributes:
-        name: name without wrapper prefixes
+        name: name without wrapper prefixes; ``chunkN.`` precedes it if two model chunks of the rank have the same names
         value, grad: local tensors; ``grad`` is None if the trainer computed no gradient
         dim: sharded dimension if the trainer recorded it on the parameter (Megatron's ``partition_dim``)
         placements, grad_placements: DTensor placements as text, empty for plain tensors
@@ -111,13 +111,17 @@ def read_dump(folder: Path, axis_sizes: dict[str, int] | None = None, renames: S
         raise BadDumpError(f"the product of the axes {axis_sizes} is not the number of ranks, {world_sizes[0]}")
     ranks = []
     for path, content in zip(paths, contents, strict=True):
-        parameters = tuple(_read_parameter(path, name, entry, renames) for name, entry in content["tensors"].items())
-        if not parameters:
+        if not content["tensors"]:
             raise BadDumpError(f"{path} has no parameters")
+        names = _unique_names(list(content["tensors"]), renames)
+        parameters = tuple(
+            _read_parameter(path, name, entry) for name, entry in zip(names, content["tensors"].values(), strict=True)
+        )
         norm_path = path.with_suffix(".norm.pt")
         norm = float(_load(norm_path, ("norm",))["norm"]) if norm_path.exists() else None
-        axes = _axes_of_rank(content["rank"], axis_sizes) if axis_sizes else _recorded_axes(content)
-        calls = tuple(plain_name(name) for name in content.get("calls", ()))
+        axes = _axes_of_rank(content["rank"], axis_sizes) if axis_sizes else _recorded_axes(path, content)
+        has_chunk_prefixes = any(CHUNK_PREFIX.match(name) for name in names)
+        calls = tuple(plain_name(name, keeps_chunk=has_chunk_prefixes) for name in content.get("calls", ()))
         ranks.append(RankDump(content["rank"], axes, content["loss"], norm, parameters, calls))
     ranks.sort(key=lambda rank: rank.rank)
     if any(
@@ -128,9 +132,34 @@ def read_dump(folder: Path, axis_sizes: dict[str, int] | None = None, renames: S
     return Dump(folder, tuple(ranks))
 
 
-def plain_name(name: str) -> str:
-    """Strip wrapper prefixes from a parameter or module name."""
-    return WRAPPER_PREFIX.sub("", name + ".")[:-1]
+def plain_name(name: str, *, keeps_chunk: bool = False) -> str:
+    """Strip wrapper prefixes, and the chunk prefix unless ``keeps_chunk``, from a parameter or module name."""
+    chunk, rest = split_chunk(name)
+    return (chunk if keeps_chunk else "") + WRAPPER_PREFIX.sub("", rest + ".")[:-1]
+
+
+def split_chunk(name: str) -> tuple[str, str]:
+    """Split a name into its chunk prefix ("" if it has none) and the remaining name."""
+    match = CHUNK_PREFIX.match(name)
+    return (match[0], name[match.end() :]) if match else ("", name)
+
+
+def _unique_names(names: Sequence[str], renames: Sequence[tuple[str, str]]) -> list[str]:
+    """Return plain, renamed names, with the chunk prefix if two chunks would have the same name.
+
+    An interleaved pipeline may number the layers of each chunk from 0.
+
+    Args:
+        names: parameter names in one rank's dump.
+    """
+    plain_names = []
+    for name in map(plain_name, names):
+        for pattern, replacement in renames:
+            name = re.sub(pattern, replacement, name)
+        plain_names.append(name)
+    if len(set(plain_names)) == len(plain_names):
+        return plain_names
+    return [split_chunk(name)[0] + plain for name, plain in zip(names, plain_names, strict=True)]
 
 
 def _load(path: Path, keys: Sequence[str] = ("rank", "world_size", "axes", "loss", "tensors")) -> dict[str, Any]:
@@ -144,7 +173,7 @@ def _load(path: Path, keys: Sequence[str] = ("rank", "world_size", "axes", "loss
     return content
 
 
-def _read_parameter(path: Path, name: str, entry: dict[str, Any], renames: Sequence[tuple[str, str]]) -> Parameter:
+def _read_parameter(path: Path, name: str, entry: dict[str, Any]) -> Parameter:
     value, grad = entry.get("value"), entry.get("grad")
     if not isinstance(value, Tensor):
         raise BadDumpError(f"{path}: {name} has no value")
@@ -156,9 +185,6 @@ def _read_parameter(path: Path, name: str, entry: dict[str, Any], renames: Seque
                 "Dump full gradients: switch off sharded gradients (ZeRO 2, a distributed optimizer) for this step"
             )
         grad = grad.reshape(value.shape)
-    name = plain_name(name)
-    for pattern, replacement in renames:
-        name = re.sub(pattern, replacement, name)
     return Parameter(
         name,
         value,
@@ -171,9 +197,24 @@ def _read_parameter(path: Path, name: str, entry: dict[str, Any], renames: Seque
     )
 
 
-def _recorded_axes(content: dict[str, Any]) -> Axes:
-    """Read the axes that the hook was called with; a single axis ``ranks`` if there are none."""
-    axes = {name: (int(index), int(size)) for name, (index, size) in content["axes"].items()}
+def _recorded_axes(path: Path, content: dict[str, Any]) -> Axes:
+    """Read the axes that the hook was called with; a single axis ``ranks`` if there are none.
+
+    Raises:
+        BadDumpError: If an axis is not (index, size).
+    """
+    axes: Axes = {}
+    for name, value in content["axes"].items():
+        try:
+            index, size = map(int, value)
+        except (TypeError, ValueError):
+            index, size = 0, 0
+        if not 0 <= index < size:
+            raise BadDumpError(
+                f"{path}: an axis must be (index of this rank, size), got {name}={value}. Call the hook with "
+                f"{name}=(index, size), or use --axes"
+            )
+        axes[name] = index, size
     has_layout = any(size > 1 for name, (_, size) in axes.items() if name != "micro")
     return (
         axes

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron.debug.referee.dump_reader import Axes, Dump, Parameter, RankDump
+from megatron.debug.referee.dump_reader import Axes, Dump, Parameter, RankDump, split_chunk
 
 Index = tuple[Tensor, ...]
 """For each dimension, the positions in the unsharded tensor."""
@@ -158,6 +158,9 @@ class _RankPlacer:
         if name not in self.whole or parameter.value.ndim != self.whole[name].ndim:
             return None
         whole = self.whole[name]
+        if parameter.placements:  # a DTensor states its position
+            for index in _declared_indices(parameter, whole.shape, self.rank_dump.rank, self.rank_dump.axes):
+                return (name, index) if _has_values(whole, index, parameter.value) else None
         positions_by_dim = []
         for dim, (size, whole_size) in enumerate(zip(parameter.value.shape, whole.shape, strict=True)):
             positions = (
@@ -169,14 +172,14 @@ class _RankPlacer:
                 return None
             positions_by_dim.append(positions)
         index = tuple(positions_by_dim)
-        return (name, index) if torch.equal(take(whole, index).to(parameter.value.dtype), parameter.value) else None
+        return (name, index) if _has_values(whole, index, parameter.value) else None
 
     def _map_name(self, name: str) -> str:
         """Convert ``name`` to the unsharded name; its layer and expert numbers follow from placed parameters."""
         for prefix in sorted(self.prefixes, key=len, reverse=True):
             if name == prefix or name.startswith(prefix + "."):
                 return self.prefixes[prefix] + name[len(prefix) :]
-        return name
+        return name if name in self.whole else split_chunk(name)[1]
 
     def _neighbour_positions(self, parameter: Parameter, dim: int, size: int, whole_size: int) -> Tensor | None:
         """Guess the positions of ``parameter`` along a dimension from placed parameters; None if they are out of range.
@@ -185,13 +188,15 @@ class _RankPlacer:
         taken to be the chunk with the most frequent index among the placed shards, or, if there are none, the chunk
         with this rank's index on an axis of suitable size.
         """
+        if size == 0:  # a DTensor with fewer rows than ranks
+            return torch.arange(0)
         module = parameter.name.rpartition(".")[0]
         chunk_ids: Counter[int] = Counter()
         for name, (whole_name, index) in self.placed.items():
             for positions, other_size in zip(index, self.whole[whole_name].shape, strict=True):
                 if (len(positions), other_size) == (size, whole_size) and name.rpartition(".")[0] == module:
                     return positions
-                if len(positions) * whole_size == other_size * size and other_size != len(positions):
+                if len(positions) and len(positions) * whole_size == other_size * size and other_size != len(positions):
                     chunk_ids[int(positions[0]) // len(positions)] += 1
         if chunk_ids:
             chunk_id = chunk_ids.most_common(1)[0][0]
@@ -208,8 +213,21 @@ def _is_constant(value: Tensor) -> bool:
     return value.numel() < 2 or bool((value == value.flatten()[0]).all())
 
 
+def _has_values(whole: Tensor, index: Index, value: Tensor) -> bool:
+    return torch.equal(take(whole, index).to(value.dtype), value)
+
+
 def _prefix_pairs(local_name: str, whole_name: str) -> Iterator[tuple[str, str]]:
-    """Yield the prefixes of two names up to each number, if the names differ in numbers only."""
+    """Yield the prefixes of two names up to each number, if the names differ in numbers only.
+
+    Only the local name may have a chunk prefix.
+    """
+    chunk, rest = split_chunk(local_name)
+    if chunk and not whole_name.startswith(chunk):
+        yield from (
+            (chunk + local_prefix, whole_prefix) for local_prefix, whole_prefix in _prefix_pairs(rest, whole_name)
+        )
+        return
     if re.sub(r"\d+", "#", local_name) != re.sub(r"\d+", "#", whole_name):
         return
     local_parts, whole_parts = local_name.split("."), whole_name.split(".")

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 LIMIT_S = 20.0
 """Seconds after which a check beside a run is stopped."""
+PROVE_ONLY_LIMIT_S = 600.0
+"""Seconds after which a check without a run is stopped."""
 NICENESS = 10
 """Priority of a check beside a run: a rank gets ten times as much of a core that both want."""
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -140,7 +142,8 @@ class CheckProcess:
 
 
 def _limit_reason(limit_s: float) -> str:
-    return f"stopped after {limit_s:g} s (--prove-only has no such limit)"
+    advice = f" (--prove-only has {PROVE_ONLY_LIMIT_S:g} s)" if limit_s < PROVE_ONLY_LIMIT_S else ""
+    return f"stopped after {limit_s:g} s{advice}"
 
 
 def _fork(main: Callable[[], None]) -> int:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from megatron import device, log
 from megatron.config import Config
-from megatron.training.proof.check_process import CheckJob, CheckProcess
+from megatron.training.proof.check_process import PROVE_ONLY_LIMIT_S, CheckJob, CheckProcess
 from megatron.training.proof.check_result import NOT_CHECKED, OK, CheckResult
 from megatron.training.proof.policy import check_policy, is_built_in
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 
     from megatron.training.data import DatasetsProvider
     from megatron.training.step_engine import ForwardStep
-
-LIMIT_S = 600.0
-"""Seconds after which a check without a run is stopped."""
 
 
 def prove_only(
@@ -46,7 +43,7 @@ def check_now(
     model_provider: Callable[[], torch.nn.Module],
     forward_step: ForwardStep,
 ) -> CheckResult:
-    """Run the layout check, at the usual priority and with the limit ``LIMIT_S``."""
+    """Run the layout check, at the usual priority and with the limit ``PROVE_ONLY_LIMIT_S``."""
     requested = config.parallel.device
     device_type = device.choose() if requested == "auto" else requested
     policy = check_policy(config, device_type, world_size, model_provider)
@@ -57,7 +54,7 @@ def check_now(
 
     own_data = None if is_built_in(datasets_provider) else datasets_provider
     providers = (model_provider, forward_step, own_data)
-    job = CheckJob(config, world_size, device_type, *providers, limit_s=LIMIT_S, niceness=0)
+    job = CheckJob(config, world_size, device_type, *providers, limit_s=PROVE_ONLY_LIMIT_S, niceness=0)
     process = CheckProcess(job)
     try:
         return process.wait()

@@ -27,6 +27,7 @@ from megatron.training.data_agreement import identity_text
 from megatron.training.proof.check_result import CheckResult
 
 FILE_NAME = "proof.json"
+FORMAT = 1
 NUM_SAMPLES = 16
 """Number of samples whose tokens are hashed: the first ones, and others up to the last one that was consumed."""
 PROBE_TEXT = (
@@ -52,7 +53,7 @@ def make_proof(
         run: facts about the run; ``samples`` counts consumed training samples.
     """
     return {
-        "format": 1,
+        "format": FORMAT,
         "layout_check": layout_check.to_dict(),
         "data": data_proof(train_data, run["samples"]),
         "tokenizer": tokenizer_proof(tokenizer),

@@ -18,7 +18,7 @@ from megatron.training.mock_data import random_data
 from megatron.training.plan_checks import BUILTIN_PROGRAMS
 from megatron.training.proof.check_result import NOT_CHECKED, CheckResult
 from megatron.training.proof.prove_only import check_now
-from megatron.training.proof.record import FILE_NAME, code_proof, data_proof, tokenizer_proof
+from megatron.training.proof.record import FILE_NAME, FORMAT, code_proof, data_proof, tokenizer_proof
 from megatron.training.run_record import git_commit, package_versions
 from megatron.training.vocabulary import with_tokenizer
 
@@ -40,19 +40,56 @@ class Item:
     text: str
 
 
+_FORM: dict[str, dict[str, type]] = {
+    "versions": {},
+    "code": {},
+    "tokenizer": {},
+    "data": {},
+    "layout_check": {"state": str},
+    "run": {"family": str, "script": str, "ranks": int, "samples": int},
+}
+"""Sections of proof.json, and the entries that are needed to repeat them."""
+
+
 def read_proof(run_dir: Path) -> dict[str, Any]:
     """Read proof.json.
 
     Raises:
-        ConfigError: the run has none.
+        ConfigError: the run has none, or it is damaged.
     """
+    path = run_dir / FILE_NAME
     try:
-        proof: dict[str, Any] = json.loads((run_dir / FILE_NAME).read_text(encoding="utf-8"))
-        return proof
+        proof = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{run_dir} must be the folder of a finished run with {FILE_NAME}, which a run writes at its end: {error}"
         ) from None
+    if problem := _find_damage(proof):
+        raise ConfigError(
+            f"{path} is damaged, or another version wrote it: {problem}. Restore the file that the run wrote"
+        )
+    return proof  # type: ignore[no-any-return]
+
+
+def _find_damage(proof: Any) -> str:
+    """Describe the first section or entry that is missing or of another type; "" if there is none."""
+    if not isinstance(proof, dict):
+        return f"it must contain an object, got {type(proof).__name__}"
+    if proof.get("format") != FORMAT:
+        return f"format must be {FORMAT}, got {proof.get('format')}"
+    for section, entries in _FORM.items():
+        values = proof.get(section)
+        if not isinstance(values, dict):
+            return f"{section} must be an object, got {values}"
+        for name, value_type in entries.items():
+            if not isinstance(values.get(name), value_type):
+                return f"{section}.{name} must be of type {value_type.__name__}, got {values.get(name)}"
+    run = proof["run"]
+    if run["ranks"] < 1 or run["samples"] < 0:
+        return f"run.ranks must be at least 1 and run.samples at least 0, got {run['ranks']} and {run['samples']}"
+    if not isinstance(proof["layout_check"].get("gradient", 0.0), int | float):
+        return f"layout_check.gradient must be a number, got {proof['layout_check']['gradient']}"
+    return ""
 
 
 def repeat_proof(run_dir: Path, *, has_layout_check: bool = True) -> Iterator[Item]:
@@ -69,6 +106,11 @@ def repeat_proof(run_dir: Path, *, has_layout_check: bool = True) -> Iterator[It
     yield from _compare_values("version of ", proof["versions"], package_versions())
     yield from _compare_values("code: ", proof["code"], code_proof(git_commit(), run["script"]))
     is_built_in = Path(run["script"]).name in BUILTIN_PROGRAMS
+    if is_built_in and run["family"] not in FAMILIES:
+        raise ConfigError(
+            f"{run_dir / FILE_NAME}: run.family must be one of {', '.join(FAMILIES)}, got {run['family']}. Restore the "
+            "file that the run wrote"
+        )
     config = _parse_config(run_dir, run)
     tokenizer, config = with_tokenizer(config)
     yield _compare("tokenizer", proof["tokenizer"], tokenizer_proof(tokenizer), "probe_sha256")
@@ -98,9 +140,11 @@ def _compare(name: str, recorded: Mapping[str, Any], current: Mapping[str, Any],
         return Item(name, NONE, recorded["problem"])
     if "problem" in current:
         return Item(name, NOT_REPEATED, current["problem"])
+    if key not in recorded:
+        return Item(name, NOT_REPEATED, f"{FILE_NAME} has neither {key} nor problem")
     differing = [field for field in recorded if recorded[field] != current.get(field)]
     if not differing:
-        return Item(name, EQUAL, recorded[key][:16])
+        return Item(name, EQUAL, str(recorded[key])[:16])
     pairs = (f"{field} {recorded[field]} and {current.get(field)}" for field in differing)
     return Item(name, DIFFERENT, "; ".join(pairs))
 

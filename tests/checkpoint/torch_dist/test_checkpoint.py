@@ -20,16 +20,18 @@ import pytest
 import torch
 
 import pretrain_gpt2
+from megatron.arguments.scan import Scan
 from megatron.checkpoint.checkpoint_args import load_checkpoint_args, read_source
 from megatron.checkpoint.metadata import MANIFEST_NAME
 from megatron.checkpoint.one_process import open_folder, read_full
+from megatron.checkpoint.torch_dist import settings
 from megatron.checkpoint.torch_dist.checkpoint import TorchDistCheckpoint, open_torch_dist
 from megatron.checkpoint.torch_dist.export import ExportOptions, export_torch_dist
 from megatron.checkpoint.torch_dist.folder import TorchDistFolder, find_iteration, read_folder
 from megatron.checkpoint.torch_dist.index import TorchDistIndex, read_index
 from megatron.checkpoint.torch_dist.inert_pickle import InertObject, read_inertly
 from megatron.checkpoint.torch_dist.reader import TorchDistReader
-from megatron.checkpoint.torch_dist.settings import build_config, setting_values
+from megatron.checkpoint.torch_dist.settings import build_config, missing_features, setting_values
 from megatron.checkpoint.torch_dist.torch_zip import read_archive
 from megatron.checkpoint.torch_dist.writer import TensorEntry, write_entries
 from megatron.config import parse
@@ -119,8 +121,8 @@ def test_settings_and_counters_are_those_of_megatron_core(written: Path) -> None
     assert checkpoint.metadata["optimizer_steps"] == SAVED
     source = read_source(written, "gpt2")
     assert source is not None
-    settings = source.model_settings()
-    assert (settings["num_experts"], settings["num_query_groups"], settings["activation"]) == (4, 2, "gated-silu")
+    model = source.model_settings()
+    assert (model["num_experts"], model["num_query_groups"], model["activation"]) == (4, 2, "gated-silu")
     assert source.retained["lr_step_offset"] == -1 and source.retained["loss_average"] == "micro-batch"
     assert source.optimizer["lr"] == 1e-2 and source.optimizer["lr_decay_style"] == "cosine"
 
@@ -337,6 +339,9 @@ def test_skipped_steps_and_loss_scale_of_fp16_run(folder: TorchDistFolder) -> No
          {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.02}),
         ({"rotary_interleaved": True, "rotary_base": 500000}, {"rotary_interleaved": True, "rotary_base": 500000.0}),
         ({"bf16": True}, {"dtype": "bf16"}),
+        ({"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
+         {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}),
+        ({"qk_l2_norm": True}, {"qk_norm": "l2"}),
     ],
 )  # fmt: skip
 def test_argument_sets_our_setting(folder: TorchDistFolder, args: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -354,11 +359,70 @@ def test_argument_sets_our_setting(folder: TorchDistFolder, args: dict[str, Any]
         ({"num_layers": 1}, r"layer_norm_weight: 2 layers and experts are stacked, more than the model has"),
         ({"num_attention_heads": 2}, r"query_key_value\.weight: .* has the shape"),
         ({"num_layers": None}, "has an invalid value"),
+        ({"use_mup": True}, r"unsupported features: muP \(--use-mup\)"),
+        ({"moe_apply_probs_on_input": True}, "probabilities that multiply the inputs of experts"),
+        ({"moe_mlp_glu_interleave_size": 32}, "blocks of gates and values"),
+        ({"moe_router_load_balancing_type": ["sinkhorn"]}, "routing by sinkhorn"),
+        ({"moe_router_score_function": "sqrtsoftplus"}, "--moe-router-score-function must be one of .*sqrtsoftplus"),
     ],
 )
 def test_unsupported_model_is_one_error(folder: TorchDistFolder, args: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         open_changed(folder, args={**folder.args, **args})
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ({}, []),
+        ({"weight_decay_incr_style": "constant", "moe_aux_loss_coeff": 0.01}, []),
+        ({"weight_decay_incr_style": "cosine", "start_weight_decay": 0.0, "end_weight_decay": 0.1},
+         ["a weight decay that changes from 0.0 to 0.1 (weight_decay_incr_style cosine)"]),
+        ({"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01},
+         ["the load-balancing losses seq_aux_loss 0.01"]),
+        ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
+         ["the load-balancing losses aux_loss 0.1, seq_aux_loss 0.2"]),
+        ({"lr_warmup_init": 1e-5}, ["a warm-up that does not start at 0 (lr_warmup_init 1e-05)"]),
+    ],
+)  # fmt: skip
+def test_features_that_a_continued_run_does_not_have_are_named(
+    folder: TorchDistFolder, args: dict[str, Any], expected: list[str]
+) -> None:
+    assert list(missing_features({**folder.args, **args})) == expected
+
+
+def test_start_lists_missing_features(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "missing_features", lambda args: ["a warm-up", "noise"])
+    scanned = Scan("gpt2")
+    scanned.values["load"] = str(written)
+    load_checkpoint_args(scanned, {})
+    assert any("this run continues without a warm-up; noise" in note for note in scanned.notes)
+    scanned = Scan("gpt2")
+    scanned.values |= {"load": str(written), "finetune": True}
+    load_checkpoint_args(scanned, {})
+    assert not any("continues without" in note for note in scanned.notes)
+
+
+@pytest.mark.parametrize(
+    ("pointer", "name", "message"),
+    [
+        ("10", "iter_0000010/mp_rank_00/model_optim_rng.pt", r"import_checkpoint\.py --input .*iter_0000010"),
+        ("", "mp_rank_00/model_optim_rng.pt", r"has a file for each rank"),
+        ("80000", "80000/mp_rank_00_model_states.pt", r"import_checkpoint\.py --input .*80000"),
+        ("10", "iter_0000010/metadata.json", r"must have the format torch_dist, got zarr"),
+    ],
+)
+def test_other_formats_of_megatron_are_named(tmp_path: Path, pointer: str, name: str, message: str) -> None:
+    """pretrain_gpt.py starts from scratch if --load finds no checkpoint, but not if it cannot read the checkpoint."""
+    path = tmp_path / name
+    path.parent.mkdir(parents=True)
+    path.write_text('{"sharded_backend": "zarr"}')
+    if path.name == "metadata.json":
+        (path.parent / "common.pt").touch()
+    if pointer:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(pointer)
+    with pytest.raises(CheckpointError, match=message):
+        read_source(tmp_path, "gpt2")
 
 
 def test_missing_argument_is_named(folder: TorchDistFolder) -> None:
