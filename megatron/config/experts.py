@@ -236,11 +236,17 @@ def _router_problems(model: Any) -> Iterator[str]:
             f"--moe-router-num-groups and --moe-router-group-topk must be set together, got {groups} and {group_topk}. "
             "Set both, or neither"
         )
-    elif groups and (experts % groups or k % group_topk or group_topk > groups or k // group_topk > experts // groups):
+    elif groups and (experts % groups or group_topk > groups or k > group_topk * (experts // groups)):
         yield (
             "--moe-router-num-groups must divide --num-experts, --moe-router-group-topk must not exceed "
-            "--moe-router-num-groups and must divide --moe-router-topk, and a group must have at least as many "
-            f"experts as it contributes to a token, got {groups}, {experts}, {group_topk} and {k}"
+            "--moe-router-num-groups, and the selected groups must have at least --moe-router-topk experts, "
+            f"got {groups}, {experts}, {group_topk} and {k}"
+        )
+    elif groups and k % group_topk and not model.moe_router_group_score_topk:
+        yield (
+            f"--moe-router-group-topk must divide --moe-router-topk, got {group_topk} and {k}, because a group's score "
+            "is the sum of its best --moe-router-topk / --moe-router-group-topk scores. Change one of them, or set "
+            "--moe-router-group-score-topk"
         )
     elif groups and model.moe_router_group_score_topk > experts // groups:
         yield (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -263,13 +263,71 @@ def config_from_huggingface(hf_config: Mapping[str, Any]) -> Config:
         problems = list(_range_problems(values))
         config = Config() if problems else config_from_values(values, family=families[model_type])
         problems = problems or list(model_problems(replace(config, explicit_fields=tuple(values))))
-    except KeyError as error:
-        raise CheckpointError(f"config.json lacks {error}, which a {model_type} requires") from error
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        raise CheckpointError(f"config.json does not describe a {model_type}: {error}") from error
+    except (LookupError, TypeError, ValueError, ZeroDivisionError, AttributeError) as error:
+        missing = _missing_keys(hf_format, hf_config)
+        causes = [f"{', '.join(missing)} missing"] if missing else []
+        causes += _malformed_values(hf_config)
+        raise CheckpointError(f"config.json does not describe a {model_type}: {'; '.join(causes) or error}") from error
     if problems:
         raise CheckpointError(f"config.json does not describe a supported {model_type}: {'; '.join(problems)}")
     return config
+
+
+_SIZE_KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_experts_per_tok",
+    "moe_k", "n_group", "topk_group", "moe_intermediate_size", "moe_layer_interval", "no_rope_layer_interval",
+    "sliding_window_pattern", "original_max_position_embeddings", "head_dim", "num_key_value_heads",
+)  # fmt: skip
+_COUNT_KEYS = ("first_k_dense_replace", "n_shared_experts", "moe_layer_start_index", "max_window_layers")
+_NUMBER_KEYS = (
+    "scale_emb", "scale_depth", "embedding_multiplier", "logits_scaling", "residual_multiplier", "attention_multiplier",
+    "logit_scale", "routed_scaling_factor",
+)  # fmt: skip
+_NULLABLE_KEYS = {
+    "n_group", "topk_group", "head_dim", "num_key_value_heads", "original_max_position_embeddings", "n_shared_experts",
+    "scale_depth", "routed_scaling_factor",
+}  # fmt: skip
+_OBJECT_KEYS = ("rope_scaling", "rope_parameters")
+_LIST_KEYS = ("layer_types", "mlp_layer_types", "no_rope_layers", "mlp_only_layers")
+
+
+def _malformed_values(hf_config: Mapping[str, Any]) -> list[str]:
+    """Describe each value of config.json that does not have the type of its key."""
+
+    def is_integer(value: Any, lowest: int) -> bool:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return is_number and float(value).is_integer() and value >= lowest
+
+    checks: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        **dict.fromkeys(_SIZE_KEYS, ("a positive integer", lambda value: is_integer(value, 1))),
+        **dict.fromkeys(_COUNT_KEYS, ("an integer of at least 0", lambda value: is_integer(value, 0))),
+        **dict.fromkeys(_NUMBER_KEYS, ("a number", lambda value: isinstance(value, (int, float)))),
+        **dict.fromkeys(_OBJECT_KEYS, ("an object or null", lambda value: value is None or isinstance(value, Mapping))),
+        **dict.fromkeys(_LIST_KEYS, ("a list or null", lambda value: value is None or isinstance(value, list))),
+    }
+    return [
+        f"{key} must be {expected}, got {hf_config[key]!r}"
+        for key, (expected, is_valid) in checks.items()
+        if key in hf_config and not is_valid(hf_config[key]) and not (hf_config[key] is None and key in _NULLABLE_KEYS)
+    ]
+
+
+def _missing_keys(hf_format: HFFormat, hf_config: Mapping[str, Any]) -> list[str]:
+    """List the keys that config.json lacks and its model type requires."""
+    completed = dict(hf_config)
+    while True:
+        try:
+            hf_format.values(dict(completed))
+        except KeyError as error:
+            key = error.args[0]
+            if key in completed:  # raised by a look-up other than of a key of config.json
+                break
+            completed[key] = 1
+        except Exception:  # an error that the caller describes
+            break
+        else:
+            break
+    return [key for key in completed if key not in hf_config]
 
 
 def _with_ints(values: Mapping[str, Any]) -> dict[str, Any]:

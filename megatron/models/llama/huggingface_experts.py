@@ -14,7 +14,7 @@ only affect training (coefficients of losses, update rate of the bias) are neith
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,6 +31,15 @@ _MIXTRAL_SETTINGS = {
 """Settings of Mixtral."""
 _SIZES = ("moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq")
 """Settings that config.json of every type has; settings that only affect training are excluded."""
+_INTERVAL_KEYS = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+"""Keys of the layers with experts of ERNIE: the first, the last (-1: the last layer) and the interval."""
+_SPARSE, _DENSE = "sparse", "dense"
+"""Entries of ``mlp_layer_types``: a layer with experts, and one without."""
+_ROUTER_KEYS: dict[str, dict[str, tuple[str, ...]]] = {
+    SIGMOID: {"scoring_func": ("sigmoid", "noaux_tc"), "topk_method": ("noaux_tc",)},  # dots.llm1 has noaux_tc in both
+    SOFTMAX: {"scoring_func": ("softmax",)},
+}
+"""Keys of the code that DeepSeek published, which transformers ignores -> the values with the results of our router."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,8 +308,13 @@ def expert_problems(names: ExpertNames, model: ModelConfig) -> Iterator[str]:
         if name not in names.free and value != required:
             yield f"--{name.replace('_', '-')} must be {required}, got {value}"
     has_experts = expert_layers(model.moe_layer_freq, model.num_layers)
-    if names.dense_layers in ("first", "interval") and sorted(has_experts) != list(has_experts):
+    if names.dense_layers == "first" and sorted(has_experts) != list(has_experts):
         yield f"only the first layers can be dense, got --moe-layer-freq {model.moe_layer_freq}"
+    if names.dense_layers == "interval" and _interval_of(has_experts) is None:
+        yield (
+            "the layers with experts must have a constant distance that divides their numbers, counted from 1, got "
+            f"--moe-layer-freq {model.moe_layer_freq}"
+        )
     if not names.dense_layers and not all(has_experts):
         yield f"all layers must have experts, got --moe-layer-freq {model.moe_layer_freq}"
     if names.shared_size_key and not model.moe_shared_expert_intermediate_size:
@@ -316,6 +330,19 @@ def expert_problems(names: ExpertNames, model: ModelConfig) -> Iterator[str]:
             f"--moe-router-group-topk, got {model.num_group_scores} with --moe-router-topk {model.moe_router_topk} and "
             f"--moe-router-group-topk {model.moe_router_group_topk}"
         )
+
+
+def _interval_of(has_experts: Sequence[bool]) -> tuple[int, int, int] | None:
+    """Return the first and the last layer with experts, counted from 0, and the interval between such layers.
+
+    Returns:
+        None if config.json with these three numbers cannot describe the layers.
+    """
+    sparse = [layer for layer, is_sparse in enumerate(has_experts) if is_sparse]
+    interval = sparse[1] - sparse[0] if len(sparse) > 1 else 1
+    if not sparse or sparse != list(range(sparse[0], sparse[-1] + 1, interval)) or (sparse[0] + 1) % interval:
+        return None
+    return sparse[0], sparse[-1], interval
 
 
 def expert_fields(names: ExpertNames, model: ModelConfig) -> dict[str, Any]:
@@ -342,12 +369,10 @@ def expert_fields(names: ExpertNames, model: ModelConfig) -> dict[str, Any]:
         fields |= {
             "moe_k": model.moe_router_topk,
             "moe_num_shared_experts": model.moe_shared_expert_intermediate_size // model.moe_ffn_hidden_size,
-            "moe_layer_start_index": list(has_experts).index(True),
-            "moe_layer_end_index": model.num_layers - 1,
-            "moe_layer_interval": 1,
+            **dict(zip(_INTERVAL_KEYS, _interval_of(has_experts) or (), strict=True)),
         }
     if names.dense_layers == "types":
-        fields["mlp_layer_types"] = ["sparse" if is_sparse else "dense" for is_sparse in has_experts]
+        fields["mlp_layer_types"] = [_SPARSE if is_sparse else _DENSE for is_sparse in has_experts]
     if names.has_deepseek_keys:
         if names.num_shared_key:
             fields |= {
@@ -370,7 +395,8 @@ def expert_fields(names: ExpertNames, model: ModelConfig) -> dict[str, Any]:
 
 def expert_values(names: ExpertNames, hf_config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return our fields for a config.json, and its settings that we do not support."""
-    settings, unsupported = {**names.defaults, **hf_config}, []
+    settings: dict[str, Any] = {**names.defaults, **hf_config}
+    unsupported: list[str] = []
     # transformers 5 saves num_local_experts for every type
     num_experts = settings.get("num_local_experts") or settings[names.num_experts_key]
     has_experts = _layers_with_experts(names, settings)
@@ -384,6 +410,7 @@ def expert_values(names: ExpertNames, hf_config: Mapping[str, Any]) -> tuple[dic
         if all(has_experts)
         else f"[{','.join(str(int(is_sparse)) for is_sparse in has_experts)}]",
     }
+    unsupported += _unknown_mechanisms(names, settings)
     if settings.get("router_jitter_noise"):
         unsupported.append(f"router_jitter_noise {settings['router_jitter_noise']!r} (supported: 0.0)")
     if names.dense_layers == "sparse" or names.has_norm_key:
@@ -403,6 +430,24 @@ def expert_values(names: ExpertNames, hf_config: Mapping[str, Any]) -> tuple[dic
     return fields, unsupported
 
 
+def _unknown_mechanisms(names: ExpertNames, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a message for each setting of the router and of the layers with experts that the type does not have."""
+    layer_types = settings.get("mlp_layer_types") if names.dense_layers == "types" else None
+    if layer_types is not None and (unknown := sorted({str(entry) for entry in layer_types} - {_SPARSE, _DENSE})):
+        yield f"mlp_layer_types with {', '.join(unknown)} (supported: {_SPARSE}, {_DENSE})"
+    if layer_types is not None and len(layer_types) != settings["num_hidden_layers"]:
+        yield f"mlp_layer_types with {len(layer_types)} entries for num_hidden_layers {settings['num_hidden_layers']}"
+    if not names.has_deepseek_keys:
+        return
+    score_function = names.fixed.get("moe_router_score_function", SOFTMAX)
+    for key, accepted in _ROUTER_KEYS[score_function].items():
+        if settings.get(key) not in (None, *accepted):
+            yield f"{key} {settings[key]!r} (supported: {', '.join(accepted)})"
+    frequency = settings.get("moe_layer_freq")
+    if names.dense_layers == "first" and frequency not in (None, 1):
+        yield f"moe_layer_freq {frequency!r} (supported: 1)"
+
+
 def _group_values(names: ExpertNames, settings: Mapping[str, Any], unsupported: list[str]) -> dict[str, Any]:
     """Return our fields for the groups of a router with DeepSeek's keys; add unsupported settings to the list."""
     num_groups, group_topk = settings["n_group"] or 1, settings["topk_group"] or 1
@@ -418,7 +463,7 @@ def _group_values(names: ExpertNames, settings: Mapping[str, Any], unsupported: 
     if num_groups == 1 or num_groups == group_topk:
         return {}
     fields = {"moe_router_num_groups": num_groups, "moe_router_group_topk": group_topk}
-    if settings["num_experts_per_tok"] // group_topk != names.group_scores:
+    if settings["num_experts_per_tok"] != names.group_scores * group_topk:
         fields["moe_router_group_score_topk"] = names.group_scores
     return fields
 
@@ -429,9 +474,11 @@ def _layers_with_experts(names: ExpertNames, settings: Mapping[str, Any]) -> lis
         return [layer >= settings["first_k_dense_replace"] for layer in layers]
     if names.dense_layers == "types":
         layer_types = settings.get("mlp_layer_types")
-        return [layer > 0 if layer_types is None else layer_types[layer] == "sparse" for layer in layers]
+        if layer_types is None:
+            return [layer > 0 for layer in layers]
+        return [layer_type == _SPARSE for layer_type in layer_types]
     if names.dense_layers == "interval":
-        start, stop, interval = (settings[f"moe_layer_{key}"] for key in ("start_index", "end_index", "interval"))
+        start, stop, interval = (settings[key] for key in _INTERVAL_KEYS)
         stop = settings["num_hidden_layers"] - 1 if stop == -1 else stop
         return [start <= layer <= stop and (layer + 1) % interval == 0 for layer in layers]
     if not names.dense_layers:

@@ -35,7 +35,7 @@ _MXFP4_ADVICE = (
     "AutoModelForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True)) and save it with "
     "save_pretrained"
 )
-_SWIGLU_ALPHA = 1.702
+_SWIGLU_ALPHA, _GPT_OSS_WINDOW = 1.702, 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +100,7 @@ def smollm3_rotary_layers(settings: Mapping[str, Any]) -> list[bool]:
     return [(layer + 1) % interval != 0 for layer in range(settings["num_hidden_layers"])]
 
 
-def _smollm3_problems(model: ModelConfig, has_window: tuple[bool, ...]) -> Iterator[str]:
-    if not any(no_rope_layers(model.no_rope_freq, model.num_layers)):  # such a model is a llama or mistral
-        yield "a layer without rotary positions is required. Set --no-rope-freq"
-
-
-SMOLLM3 = TypeExtras(fields=_smollm3_fields, values=_smollm3_values, problems=_smollm3_problems)
+SMOLLM3 = TypeExtras(fields=_smollm3_fields, values=_smollm3_values)
 
 
 # AFMoE
@@ -198,6 +193,8 @@ def _gpt_oss_values(settings: Mapping[str, Any], has_window: list[bool]) -> tupl
 
 def _gpt_oss_fields(model: ModelConfig, has_window: tuple[bool, ...]) -> dict[str, Any]:
     fields: dict[str, Any] = {"swiglu_alpha": _SWIGLU_ALPHA, "swiglu_limit": model.activation_func_clamp_value}
+    if not any(has_window):
+        fields["sliding_window"] = _GPT_OSS_WINDOW  # the class requires a number
     if model.rotary_scaling == "none":  # without parameters the class scales by yarn
         fields["rope_parameters"] = {"rope_type": "default", "rope_theta": model.rotary_base}
     return fields

@@ -42,6 +42,15 @@ def with_rope_scaling(**changes: Any) -> dict[str, Any]:
         (with_attention(alibi_bias_max=8.5), ["--alibi-bias-max must be a positive integer, got 8.5"]),
         (with_attention(clip_qkv=-1), ["--clip-qkv must be a finite number of at least 0, got -1.0"]),
         ({**BERT, "num_hidden_layers": True}, ["--num-layers must be an integer of at least 0, got True"]),
+        ({**LLAMA_1, "rope_scaling": "yarn"}, ["rope_scaling must be an object or null, got 'yarn'"]),
+        (
+            {**LLAMA_1, "hidden_size": "16", "num_hidden_layers": 2.5},
+            [
+                "hidden_size must be a positive integer, got '16'",
+                "num_hidden_layers must be a positive integer, got 2.5",
+            ],
+        ),
+        ({"model_type": "llama", "num_attention_heads": 2}, ["hidden_size, num_hidden_layers, ", "vocab_size missing"]),
         ({**GPT2, "n_head": 3}, ["--hidden-size must be a multiple of --num-attention-heads, got 16 and 3"]),
     ],
     ids=lambda value: value[0][:40] if isinstance(value, list) else "",

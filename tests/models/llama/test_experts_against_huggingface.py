@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.checkpoint.huggingface.config import format_of
+from megatron.checkpoint.huggingface.config import config_from_huggingface, config_to_huggingface, format_of
 from megatron.config import Config, parse
 from megatron.models.llama.huggingface import FORMATS
 from tests.helpers.decoder_against_huggingface import HuggingFaceComparison
@@ -82,3 +82,19 @@ def test_folder_round_trip_is_bitwise(model_type: str, convert: ConvertCommand, 
     code, output = convert("export", "--load", tmp_path / "run", "--output", tmp_path / "back", "--verify")
     assert code == 0 and "verified: the logits of a random batch differ by" in output, output
     assert are_equal(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "theirs"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"moe_layer_start_index": 1, "moe_layer_end_index": 3}, "[0,1,1,1,0]"),
+        ({"moe_layer_start_index": 0, "moe_layer_end_index": -1, "moe_layer_interval": 2}, "[0,1,0,1,0]"),
+        ({"moe_layer_start_index": 2, "moe_layer_end_index": 2}, "[0,0,1,0,0]"),
+    ],
+)
+def test_layers_with_experts_of_ernie_round_trip(changes: dict[str, int], layers: str) -> None:
+    case = MOE_CASES["ernie4_5_moe"]
+    fields = config_to_huggingface(case.our_config(), "float32") | {"num_hidden_layers": 5} | changes
+    config = config_from_huggingface(fields)
+    assert config.model.moe_layer_freq == layers
+    assert config_from_huggingface(config_to_huggingface(config, "float32", "ernie4_5_moe")).model == config.model

@@ -285,6 +285,20 @@ def test_yarn_without_rounding_survives_in_every_type() -> None:
     assert config_from_huggingface(exported).model == config.model
 
 
+def test_smollm3_with_rotary_positions_in_all_layers_keeps_its_type() -> None:
+    config = config_from_huggingface({**HUB_CONFIGS["smollm3"], "no_rope_layers": [1] * 6})
+    assert config.model.no_rope_freq == ""
+    fields = config_to_huggingface(config, "float32", "smollm3")
+    assert fields["no_rope_layers"] == [1] * 6 and config_from_huggingface(fields).model == config.model
+
+
+def test_gpt_oss_without_windows_has_the_window_that_the_class_requires() -> None:
+    fields = {**HUB_CONFIGS["gpt_oss"], "layer_types": ["full_attention"] * HUB_CONFIGS["gpt_oss"]["num_hidden_layers"]}
+    config = config_from_huggingface(fields)
+    assert config.model.window_size == 0
+    assert config_to_huggingface(config, "float32")["sliding_window"] == 128
+
+
 def test_gpt_oss_without_scaling_is_not_scaled_by_the_default_of_the_class() -> None:
     config = config_from_huggingface({**HUB_CONFIGS["gpt_oss"], "rope_scaling": None})
     assert config.model.rotary_scaling == "yarn", "as the class, whose default is gpt-oss's own scaling"

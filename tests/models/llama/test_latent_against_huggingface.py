@@ -193,6 +193,16 @@ def test_kimi_k2_config_is_deepseek_v3() -> None:
         ({"rope_interleave": False}, "rope_interleave False"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"norm_topk_prob": False}, "norm_topk_prob False"),
+        ({"scoring_func": "softmax", "topk_method": "greedy"}, "scoring_func 'softmax' .*topk_method 'greedy'"),
+        ({"moe_layer_freq": 2}, r"moe_layer_freq 2 \(supported: 1\)"),
+        (
+            {"model_type": "glm4_moe_lite", "mlp_layer_types": ["sparse"]},
+            "mlp_layer_types with 1 entries for num_hidden",
+        ),
+        (
+            {"model_type": "glm4_moe_lite", "mlp_layer_types": ["moe"] * 4},
+            "mlp_layer_types with moe .supported: sparse",
+        ),
         ({"num_key_value_heads": 4}, "--num-query-groups 4 and --num-attention-heads 8"),
         ({"qk_rope_head_dim": 7}, "--qk-pos-emb-head-dim must be even"),
     ],
@@ -200,6 +210,18 @@ def test_kimi_k2_config_is_deepseek_v3() -> None:
 def test_unsupported_settings_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         config_from_huggingface({**HUB_CONFIG, **changes})
+
+
+def test_experts_per_token_need_not_be_a_multiple_of_the_groups() -> None:
+    hf_config = {**HUB_CONFIG, "num_experts_per_tok": 3}  # 2 of 4 groups with 2 experts each
+    config = config_from_huggingface(hf_config)
+    assert (config.model.moe_router_topk, config.model.num_group_scores) == (3, 2)
+    fields = config_to_huggingface(config, "float32")
+    assert {key: fields[key] for key in ("n_group", "topk_group", "num_experts_per_tok")} == {
+        "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3,
+    }  # fmt: skip
+    with pytest.raises(CheckpointError, match="the selected groups must have at least --moe-router-topk experts"):
+        config_from_huggingface({**HUB_CONFIG, "num_experts_per_tok": 5})
 
 
 def test_all_unsupported_settings_are_listed_at_once() -> None:

@@ -188,7 +188,7 @@ TYPE_CASES: list[tuple[dict[str, Any], str]] = [
     ({"hidden_bias": True}, "llama"),
     ({"window_size": 3}, "mistral"),
     ({"add_qkv_bias": True}, "qwen2"),
-    ({"window_size": 3, "window_attn_skip_freq": "[0,1]"}, ""),
+    ({"window_size": 3, "window_attn_skip_freq": "[0,1]"}, "smollm3"),
     ({"add_qkv_bias": True, "window_size": 3, "window_attn_skip_freq": "[0,1]"}, "qwen2"),
     ({"qk_norm": "head", "kv_hidden_size": 10}, "qwen3"),
     ({"qk_norm": "all", "norm_placement": "after"}, "olmo2"),
@@ -264,7 +264,12 @@ def test_hub_config_matches_only_its_format() -> None:
         model_type: config_to_huggingface(case.our_config(), "float32", model_type)
         for model_type, case in LATENT_CASES.items()
     }
-    also_matching = {"llama": ["mistral"], "deepseek_v3": ["glm4_moe_lite"], "youtu": ["minicpm3"]}
+    also_matching = {
+        "llama": ["mistral", "smollm3"],
+        "mistral": ["smollm3"],
+        "deepseek_v3": ["glm4_moe_lite"],
+        "youtu": ["minicpm3"],
+    }
     configs = {
         **HUB_CONFIGS,
         **EXTRA_HUB_CONFIGS,
