@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,16 @@ def test_each_file_format_yields_its_documents(folder: Path, tokenizer: Tokenize
     (text_document,) = read_documents(folder / "whole.txt", tokenizer)
     assert text_document.num_bytes == len((TEXTS[1] + "\n" + TEXTS[0]).encode())
     assert text_document.num_bytes > len(TEXTS[1] + "\n" + TEXTS[0])
+
+
+def test_token_file_of_another_program_ends_documents_with_the_eod_of_the_tokenizer(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """Without PREFIX.meta.json, which names the end-of-document token of our files."""
+    for suffix in (".bin", ".idx"):
+        shutil.copy(folder / f"corpus{suffix}", tmp_path)
+    documents = [list(document.tokens) for document in read_documents(tmp_path / "corpus", tokenizer)]
+    assert documents == [tokenizer.encode(text) for text in TEXTS if text]
 
 
 def test_domain_score_sums_over_documents(folder: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
