@@ -201,8 +201,8 @@ def to_file_tensors(tensors: dict[str, torch.Tensor], config: Config, model_type
                 file_tensors |= {f"{match[1]}.{idx}.{part}.weight": rows for part, rows in parts.items()}
         elif name.endswith("conv1d.weight") and model_type in ("olmo_hybrid", "kimi_linear", "bailing_hybrid"):
             stem = name.removesuffix("conv1d.weight")
-            parts = zip("qkv", tensor.split(widths), strict=True)
-            file_tensors |= {f"{stem}{letter}_conv1d.weight": rows for letter, rows in parts}
+            convolutions = zip("qkv", tensor.split(widths), strict=True)
+            file_tensors |= {f"{stem}{letter}_conv1d.weight": rows for letter, rows in convolutions}
         else:
             file_tensors[name] = tensor
     if model_type == "olmo_hybrid":
@@ -212,9 +212,8 @@ def to_file_tensors(tensors: dict[str, torch.Tensor], config: Config, model_type
                 ("input_layernorm", "attention_layer_norm"),
                 ("post_attention_layernorm", "feedforward_layer_norm"),
             ):
-                tensor = file_tensors.pop(f"{layer}.{in_class}.weight", None)
-                if tensor is not None:
-                    file_tensors[f"{layer}.{in_file}.weight"] = tensor
+                if f"{layer}.{in_class}.weight" in file_tensors:
+                    file_tensors[f"{layer}.{in_file}.weight"] = file_tensors.pop(f"{layer}.{in_class}.weight")
     return file_tensors
 
 

@@ -515,7 +515,7 @@ def _ling_fields(model: ModelConfig) -> dict[str, Any]:
 
 def _ling_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
     _from_kimi_keys(settings, 2)
-    num_layers, period, types = (settings.get(key) for key in ("num_hidden_layers", "layer_group_size", "layer_types"))
+    num_layers, period, types = settings["num_hidden_layers"], settings["layer_group_size"], settings.get("layer_types")
     if types is None:
         types = [LINEAR if layer % period else FULL for layer in range(1, num_layers + 1)]
     layers, unsupported_layers = layer_values(_KIMI_DELTA, types, num_layers)

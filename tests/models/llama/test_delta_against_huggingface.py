@@ -54,7 +54,7 @@ def slow_except(names: Any, quick_names: Any) -> list[Any]:
 class FileComparison(HuggingFaceComparison):
     """Comparison whose gradients have the names and shapes of tensors in published files."""
 
-    def run_huggingface(self, case: str) -> tuple[Any, ...]:
+    def run_huggingface(self, case: str) -> tuple[Any, ...]:  # type: ignore[override]
         config, before, logits, loss, gradients, after = HuggingFaceComparison.run_huggingface(self, case)
         model_type = self.hf_format.model_types[0]
         gradients, after = (to_file_tensors(tensors, config, model_type) for tensors in (gradients, after))
