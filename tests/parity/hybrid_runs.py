@@ -8,7 +8,7 @@ from tests.helpers.parity_runs import ParityRuns
 
 SIZES = (
     "--hidden-size 38 --num-attention-heads 4 --kv-channels 6 --ffn-hidden-size 28 --max-position-embeddings 16 "
-    f"--seq-length {layouts.SEQ} --vocab-size {layouts.VOCAB} --init-method-std 0.2 --data-path none --device cpu "
+    f"--seq-length {layouts.SEQ} --vocab-size {layouts.VOCAB} --init-method-std 0.1 --data-path none --device cpu "
     "--train-iters 20 --lr 1e-3 --warmup 0.1 --clip-grad 0"
 )
 LINEAR = (
