@@ -7,7 +7,7 @@ from typing import Any
 from tests.mutants.mutant import mutant
 
 LOGITS = "tests/models/llama/test_delta_against_huggingface.py::test_logits_loss_and_gradients_match_hugging_face"
-STACKED = "tests/models/llama/test_qwen3_5_folders.py::test_stacked_experts_are_read"
+STACKED = "tests/checkpoint/huggingface/test_qwen3_5_folders.py::test_stacked_experts_are_read"
 
 
 @mutant("megatron.models.common.gated_query_rows:GatedQueryRows.to_ours", f"{LOGITS}[qwen3_5_text]")

@@ -201,7 +201,7 @@ def test_import_lists_all_mismatched_tensors(convert: ConvertCommand, tmp_path: 
         ("import", ["--input", "full"], 3, "full is not a Hugging Face folder: config.json"),
         ("import", ["--input", "opt"], 3, "got 'opt'. This architecture is not supported"),
         ("import", ["--input", "pickled"], 3, "pytorch_model.bin can contain code"),
-        ("import", ["--input", "nothing"], 3, "lacks 'n_layer'"),
+        ("import", ["--input", "nothing"], 3, "n_layer, n_embd, n_head, vocab_size missing"),
         ("import", ["--input", "pickled", "--output", "full"], 2, "--output must be a new or empty folder"),
     ],
 )

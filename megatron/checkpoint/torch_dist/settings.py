@@ -86,8 +86,7 @@ def missing_features(args: Mapping[str, Any]) -> Iterator[str]:
         yield f"a weight decay that changes from {start} to {end} (weight_decay_incr_style {style})"
     if (args.get("num_experts") or 0) > 1:
         balancing, coefficients = args.get("moe_router_load_balancing_type"), args.get("moe_aux_loss_coeff") or 0.0
-        is_list = isinstance(balancing, list | tuple)
-        names = list(balancing) if is_list else [balancing]
+        names = list(balancing) if isinstance(balancing, list | tuple) else [balancing]
         weights = list(coefficients) if isinstance(coefficients, list | tuple) else [coefficients] * len(names)
         lost = [f"{name} {weight}" for name, weight in zip(names, weights, strict=False) if name and weight]
         if lost and (len(names) > 1 or names[0] not in _LOAD_BALANCING):
@@ -104,7 +103,7 @@ def build_config(values: Mapping[str, Any]) -> Config:
         config = config_from_values(values, family=FAMILY)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the arguments in the checkpoint do not describe a supported model: {error}") from error
-    sections = (config.model, config.family_config)
+    sections: tuple[Any, ...] = (config.model, config.family_config)
     options = (option for section in sections for option in options_of(type(section)) if option.name in values)
     problems = [problem for option in options if (problem := option.problem(values[option.name]))]
     if problems:

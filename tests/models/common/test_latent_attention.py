@@ -165,11 +165,11 @@ def test_all_problems_are_listed_at_once() -> None:
 
 def test_unsupported_combinations_are_one_error() -> None:
     flags = (
-        "--softmax-type learnable --attention-output-gate --no-rope-freq 2 --attention-temperature-scale 0.1 "
+        "--softmax-type learnable --no-rope-freq 2 --attention-temperature-scale 0.1 "
         "--window-size 3 --window-num-query-groups 1 --attention-value-scale 0.5 --qk-norm l2"
     )
     message = (
-        "--multi-latent-attention does not support --qk-norm l2, --softmax-type learnable, --attention-output-gate, "
+        "--multi-latent-attention does not support --qk-norm l2, --softmax-type learnable, "
         "--no-rope-freq 2, --attention-temperature-scale 0.1, --attention-value-scale 0.5, "
         "--window-num-query-groups 1. Remove"
     )
