@@ -145,7 +145,7 @@ def compute_reference(folder: Path, batch_path: Path) -> Dump:
     hf_format = format_of(config, model_type)
     model = build_model(config)
     model.double().load_state_dict({name: tensor.double() for name, tensor in weights.items()}, strict=False)
-    tokens, labels = read_batch(batch_path, config.model.vocab_size)
+    tokens, labels = read_batch(batch_path, config.model.vocab_size or 0)
     logits = hf_format.model_logits(model.eval(), tokens)  # [b, s, v]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
     loss.backward()

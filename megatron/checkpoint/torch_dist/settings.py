@@ -85,12 +85,15 @@ def missing_features(args: Mapping[str, Any]) -> Iterator[str]:
         start, end = args.get("start_weight_decay"), args.get("end_weight_decay")
         yield f"a weight decay that changes from {start} to {end} (weight_decay_incr_style {style})"
     if (args.get("num_experts") or 0) > 1:
-        balancing, coefficients = args.get("moe_router_load_balancing_type"), args.get("moe_aux_loss_coeff") or 0.0
-        names = list(balancing) if isinstance(balancing, list | tuple) else [balancing]
-        weights = list(coefficients) if isinstance(coefficients, list | tuple) else [coefficients] * len(names)
+        names = _as_list(args.get("moe_router_load_balancing_type"))
+        weights = _as_list(args.get("moe_aux_loss_coeff"))
         lost = [f"{name} {weight}" for name, weight in zip(names, weights, strict=False) if name and weight]
         if lost and (len(names) > 1 or names[0] not in _LOAD_BALANCING):
             yield f"the load-balancing losses {', '.join(lost)}"
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 def build_config(values: Mapping[str, Any]) -> Config:
@@ -103,8 +106,8 @@ def build_config(values: Mapping[str, Any]) -> Config:
         config = config_from_values(values, family=FAMILY)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the arguments in the checkpoint do not describe a supported model: {error}") from error
-    sections: tuple[Any, ...] = (config.model, config.family_config)
-    options = (option for section in sections for option in options_of(type(section)) if option.name in values)
+    sections: tuple[object, ...] = (config.model, config.family_config)
+    options = (option for section in sections for option in options_of(section.__class__) if option.name in values)
     problems = [problem for option in options if (problem := option.problem(values[option.name]))]
     if problems:
         raise CheckpointError(
@@ -132,8 +135,7 @@ def _model_values(folder: TorchDistFolder) -> dict[str, Any]:
     args, tensors = folder.args, folder.index.tensors
     names = WeightNames(tensors)
     unsupported = sorted({text for name, text in _UNSUPPORTED.items() if args.get(name)})
-    balancing = args.get("moe_router_load_balancing_type")
-    if "sinkhorn" in (balancing if isinstance(balancing, list | tuple) else [balancing]) and args.get("num_experts"):
+    if args.get("num_experts") and "sinkhorn" in _as_list(args.get("moe_router_load_balancing_type")):
         unsupported.append("routing by sinkhorn")
     if unsupported:
         raise CheckpointError(f"{folder.path}: the model has unsupported features: {', '.join(unsupported)}")
