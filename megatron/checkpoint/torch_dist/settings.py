@@ -106,8 +106,8 @@ def build_config(values: Mapping[str, Any]) -> Config:
         config = config_from_values(values, family=FAMILY)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the arguments in the checkpoint do not describe a supported model: {error}") from error
-    sections: tuple[object, ...] = (config.model, config.family_config)
-    options = (option for section in sections for option in options_of(section.__class__) if option.name in values)
+    section_types: tuple[Any, ...] = (type(config.model), type(config.family_config))
+    options = (option for section_type in section_types for option in options_of(section_type) if option.name in values)
     problems = [problem for option in options if (problem := option.problem(values[option.name]))]
     if problems:
         raise CheckpointError(
