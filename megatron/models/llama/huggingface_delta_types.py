@@ -261,6 +261,7 @@ def _qwen_functions(
         "rename_tensor": _rename_qwen,
         "unpack": _unpack_experts,
         "is_selectable": True,
+        "only_values": {"attn_output_gate": True},
         "required_fields": () if names is None else ("num_experts", "moe_shared_expert_intermediate_size"),
     }
 
@@ -450,8 +451,13 @@ def _kimi_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
     layers, unsupported_layers = layer_values(_KIMI_DELTA, types, num_layers)
     experts, unsupported_experts = expert_values(KIMI_LINEAR, settings)
     common, unsupported = _common_values(settings)
-    if settings.get("mla_use_nope") is False:
-        unsupported.append("mla_use_nope False (supported: True)")
+    if "full_attn_layers" in linear and "kda_layers" in linear:
+        numbers = sorted([*linear["full_attn_layers"], *linear["kda_layers"]])
+        if numbers != list(range(1, num_layers + 1)):
+            unsupported.append(
+                f"linear_attn_config with full_attn_layers {linear['full_attn_layers']} and kda_layers "
+                f"{linear['kda_layers']} (supported: each layer from 1 to {num_layers} in one of them)"
+            )
     head_size = linear.get("head_dim", settings["linear_head_dim"])
     num_heads = linear.get("num_heads", settings["linear_num_heads"])
     return {
@@ -594,6 +600,7 @@ DELTA_TYPES = (
         problems=_olmo_problems,
         rename_tensor=_rename_olmo,
         is_selectable=True,
+        only_values={"linear_use_gate": True},
     ),
     HybridType(
         model_type="kimi_linear",
@@ -615,6 +622,7 @@ DELTA_TYPES = (
         problems=_kimi_problems,
         rename_tensor=_rename_kimi,
         is_selectable=True,
+        only_values={"moe_router_activation_func": "sigmoid", "mla_use_nope": True, "moe_layer_freq": 1},
         example={"linear_attn_config": {"full_attn_layers": list(range(4, 61, 4))}},
         required_fields=("num_experts",),
     ),
@@ -641,6 +649,7 @@ DELTA_TYPES = (
         problems=_ling_problems,
         rename_tensor=_rename_ling,
         is_selectable=True,
+        only_values={"score_function": "sigmoid", "use_bias": False, "use_qkv_bias": False},
         required_fields=("num_experts",),
     ),
 )  # fmt: skip

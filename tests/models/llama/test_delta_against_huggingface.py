@@ -248,6 +248,16 @@ def test_missing_layer_types_are_those_of_the_class() -> None:
         ("qwen3_5_moe_text", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ("olmo_hybrid", {"layer_types": [LINEAR, FULL]}, "layer_types with 2 entries for num_hidden_layers 3"),
         ("kimi_linear", {"mla_use_nope": False}, "mla_use_nope False"),
+        ("kimi_linear", {"moe_router_activation_func": "softmax"}, "moe_router_activation_func 'softmax'"),
+        ("kimi_linear", {"moe_layer_freq": 2}, "moe_layer_freq 2"),
+        (
+            "kimi_linear",
+            {"linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2, 3]}},
+            "each layer from 1 to 3 in one of them",
+        ),
+        ("qwen3_5_text", {"attn_output_gate": False}, "attn_output_gate False"),
+        ("olmo_hybrid", {"linear_use_gate": False}, "linear_use_gate False"),
+        ("bailing_hybrid", {"score_function": "softmax"}, "score_function 'softmax'"),
     ],
 )
 def test_unsupported_settings_are_named(name: str, changes: dict[str, Any], message: str) -> None:
