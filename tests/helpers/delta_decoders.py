@@ -124,6 +124,7 @@ VARIANT_CASES = {
             "rope_parameters": YARN,
         },
     ),
+    "kimi_linear, all linear": ModelCase("KimiLinear", {**_LATENT, **_KIMI_EXPERTS, "layer_types": [LINEAR] * 3}),
     "kimi_linear, query latent": ModelCase(
         "KimiLinear", {**_LATENT, **_KIMI_EXPERTS, "q_lora_rank": 9, "n_group": 1, "topk_group": 1, "v_head_dim": 12}
     ),

@@ -128,7 +128,7 @@ CASES = {
     "Kimi Linear": Case(
         "kimi_linear", ("KimiLinearDeltaAttention", "KimiLinearConfig"), KDA_SETTINGS, "kda", from_kimi
     ),
-    "Ling 2.5": Case(
+    "bailing_hybrid": Case(
         "bailing_hybrid", ("BailingHybridDeltaAttention", "BailingHybridConfig"), {"head_dim": KEY_SIZE},
         "kda, full gates", from_kimi,
     ),
