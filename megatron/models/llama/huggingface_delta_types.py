@@ -9,9 +9,10 @@
 | kimi_linear | Kimi Delta Attention | multi-latent attention without positions | experts in most layers |
 | bailing_hybrid | Kimi Delta Attention with full gates | multi-latent attention with an output gate | the same |
 
-Published folders of Qwen3.5 contain a model with images, model_type qwen3_5 or qwen3_5_moe. Its text part is imported,
-as by ``Qwen3_5ForCausalLM``, and exported as a folder of the text type. Their experts are stacked in one tensor per
-layer; transformers saves one tensor per expert, and so do exports.
+Published folders of Qwen3.5 contain a model that also reads images, model_type qwen3_5 or qwen3_5_moe. An import reads
+its text part, as ``Qwen3_5ForCausalLM`` does, and skips the vision weights with a warning. An export writes a folder of
+the text type, without vision weights. Published folders stack the experts of a layer in one tensor; transformers saves
+one tensor per expert, and so does an export.
 """
 
 from __future__ import annotations
@@ -367,7 +368,7 @@ def _rename_olmo(name: str, config: Config) -> str:
     return f"{prefix}{_OLMO_CLASS_NORMS.get(norm, norm)}{suffix}"
 
 
-# Kimi Linear and Ling 3.
+# Kimi Linear and bailing_hybrid (Ling 3).
 
 _KIMI_NAMES = {
     "num_expert_group": "n_group",
@@ -481,10 +482,10 @@ def _rename_kimi(name: str, config: Config) -> str:
     return re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", name)
 
 
-# Ling 3.
+# bailing_hybrid (Ling 3).
 
 _LING_PARTS = {"self_attn.o_proj": "attention.dense", "self_attn": "attention"}
-"""Part of a tensor's name in Kimi Linear and DeepSeek-V3 -> part in Ling 3."""
+"""Part of a tensor's name in Kimi Linear and DeepSeek-V3 -> part in bailing_hybrid."""
 
 
 def _ling_recipes(model: ModelConfig, layer_idx: int, ours: str, theirs: str) -> Recipes:
