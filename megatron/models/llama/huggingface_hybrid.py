@@ -21,6 +21,7 @@ from megatron.models.common.huggingface import (
     by_recipes,
     keep_tensor_name,
     leave_hf_model_unchanged,
+    unsupported_mechanisms,
     unsupported_settings,
 )
 from megatron.models.common.huggingface_mtp import PREFIX, MTPNames, layer_names
@@ -182,8 +183,7 @@ def values(hybrid_type: HybridType, hf_config: dict[str, Any]) -> dict[str, Any]
         for key, value in hybrid_type.only_values.items()
         if settings.get(key) not in (None, value)
     ]
-    if settings.get("quantization_config") is not None:
-        unsupported.append(f"quantization_config {settings['quantization_config']!r} (supported: None)")
+    unsupported += unsupported_mechanisms(settings)
     if unsupported:
         raise CheckpointError(
             f"our decoders do not support these settings of {hybrid_type.model_type}: {'; '.join(unsupported)}"
