@@ -53,7 +53,8 @@ CHANGES = [
 
 
 def variant_flags(variant: str) -> str:
-    return f"{COMMON} {VARIANTS[variant]}"
+    groups = "--num-query-groups 4" if variant == "kimi_linear" else ""  # as many as heads in latent attention
+    return f"{COMMON} {VARIANTS[variant]} {groups}"
 
 
 def train(layout: Layout, corpus: Path, folder: Path, flags: str, records: Path, exit_code: int = 0) -> None:
