@@ -51,7 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mamba, one group": {"experimental_attention_variant": "mamba2", **MAMBA, "mamba_num_groups": 1},
     "gated delta net, published heads": {
-        "experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     },
     "kimi, published heads": {
