@@ -15,6 +15,7 @@ length take most of the time.
 | x shortest | time per token divided by that at the shortest length, median of the ratios within rounds |
 | x attention | time per token divided by that of attention at the same length, ratio of the medians |
 | saved bytes/token | bytes that autograd saves for backward, without weights, per token of one sequence |
+| estimate | the planner's estimate of this number (``megatron.costs.recurrent_cost``), which has none for attention |
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ import torch
 from benchmarks.turns import Bar, measurement_info, quartiles, rates_in_turns, ratio_quartiles
 from megatron import device
 from megatron.config.layer_types import VARIANTS
+from megatron.costs.recurrent_cost import CHUNK_SIZE, COSTS
 from megatron.models.common.attention import SelfAttention
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
@@ -48,19 +50,23 @@ CONSTANT_BAR = 1.25
 """Upper bound for the time per token of a recurrent mixer at the longest length, divided by that at the shortest."""
 
 
-def make_mixer(name: str, hidden_size: int, where: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """Return attention or a recurrent mixer of ``hidden_size`` with initial weights."""
+def make_args(name: str, hidden_size: int) -> ModelArgs:
+    """Return the args of a layer with attention or a recurrent mixer, with heads of 64 elements."""
     head_size = 64
     num_heads = max(1, hidden_size // head_size)
     linear: dict[str, Any] = {"linear_num_key_heads": num_heads, "linear_num_value_heads": num_heads} | {
         f"linear_{part}_head_dim": head_size for part in ("key", "value")
     }
-    args = ModelArgs(
+    return ModelArgs(
         num_layers=1, hidden_size=hidden_size, num_attention_heads=num_heads, vocab_size=1, max_position_embeddings=1,
         kv_hidden_size=head_size, ff_hidden_size=hidden_size, hidden_bias=False, position_embedding_type="none",
         experimental_attention_variant="none" if name == ATTENTION else name,
         **({} if name == ATTENTION or name.startswith("mamba") else linear),
     )  # fmt: skip
+
+
+def make_mixer(name: str, args: ModelArgs, where: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    """Return attention or a recurrent mixer with initial weights."""
     mixer: torch.nn.Module = (
         SelfAttention(args, ParallelContext(), 0)
         if name == ATTENTION
@@ -100,9 +106,15 @@ def saved_bytes(mixer: torch.nn.Module, x: torch.Tensor) -> int:
     return sum(sizes.values())
 
 
+def estimated_bytes(name: str, args: ModelArgs, dtype: torch.dtype) -> int:
+    """Return the planner's estimate of the saved bytes per token of a recurrent mixer and of its input."""
+    total, _ = COSTS[VARIANTS[name]](args).saved_bytes(CHUNK_SIZE, 1, dtype.itemsize)
+    return total // CHUNK_SIZE + args.hidden_size * dtype.itemsize
+
+
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192, 32768], help="sequence lengths")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 4096, 32768], help="sequence lengths")
     parser.add_argument(
         "--mixers", nargs="+", default=["gated_delta_net", "kimi_delta", "mamba2"], help="recurrent mixers"
     )
@@ -119,7 +131,9 @@ def main() -> None:
     options = parse_args()
     where, dtype, lengths = torch.device(options.device), DTYPES[options.dtype], sorted(options.lengths)
     names = [ATTENTION, *options.mixers]
-    mixers = {name: make_mixer(name, options.hidden_size, where, dtype) for name in names}
+    args = {name: make_args(name, options.hidden_size) for name in names}
+    mixers = {name: make_mixer(name, args[name], where, dtype) for name in names}
+    estimates = {name: estimated_bytes(name, args[name], dtype) for name in options.mixers}
     turns: dict[str, dict[str, Callable[[], float]]] = {name: {} for name in names}
     saved: dict[str, int] = {}
     for length in lengths:
@@ -134,19 +148,26 @@ def main() -> None:
     rates = rates_in_turns(turns[ATTENTION], options.attention_rounds)
     rates |= rates_in_turns(recurrent_turns, options.rounds)
     results: list[dict[str, Any]] = []
-    print(f"{'mixer, tokens':28} {'us/token':>10} {'x shortest':>11} {'x attention':>12} {'saved bytes/token':>18}")
+    print(
+        f"{'mixer, tokens':28} {'us/token':>10} {'x shortest':>11} {'x attention':>12} {'saved bytes/token':>18} "
+        f"{'estimate':>9}"
+    )
     for name in names:
         for length in lengths:
             key = turn_name(name, length)
             low, middle, high = quartiles(rates[key])
             growth = ratio_quartiles(rates[turn_name(name, lengths[0])], rates[key])
             relative = quartiles(rates[turn_name(ATTENTION, length)])[1] / middle
-            print(f"{key:28} {1e6 / middle:10.2f} {growth[1]:11.2f} {relative:12.2f} {saved[key]:18}")
+            estimate = estimates.get(name)
+            print(
+                f"{key:28} {1e6 / middle:10.2f} {growth[1]:11.2f} {relative:12.2f} {saved[key]:18} "
+                f"{'-' if estimate is None else estimate:>9}"
+            )
             results.append(
                 {
                     "mixer": name, "length": length, "us_per_token": [1e6 / rate for rate in (high, middle, low)],
                     "relative_to_shortest": growth, "relative_to_attention": relative,
-                    "saved_bytes_per_token": saved[key],
+                    "saved_bytes_per_token": saved[key], "estimated_bytes_per_token": estimate,
                 }
             )  # fmt: skip
     for name in options.mixers:
