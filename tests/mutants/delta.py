@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron.mpu.groups import Group
+from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, shard_of
 from tds.param_info import info_of, set_info
 from tests.mutants.mutant import call_after_init, mutant
@@ -26,6 +27,10 @@ INITIAL = f"{MIXERS}::test_initial_decays_are_in_published_ranges_and_have_no_we
 CACHE = f"{MIXERS}::test_cached_tokens_match_full_forward[gdn]"
 HUGGING_FACE = (
     "tests/models/common/test_delta_against_huggingface.py::test_output_and_gradients_match_transformers[True-Qwen3.5]"
+)
+MUON = (
+    "tests/models/common/test_mixer_weights.py::test_vectors_have_no_weight_decay_and_only_projections_are_matrices"
+    "[gated-delta-net-changes0]"
 )
 LOOP = "tests/ops/test_delta_rule.py::test_values_and_gradients_match_loop"
 
@@ -121,6 +126,15 @@ def time_steps_have_weight_decay(original: Any) -> Any:
         return [with_decay, without_decay]
 
     return group
+
+
+@mutant("megatron.models.common.short_convolution:ShortConvolution.__init__", MUON)
+def muon_orthogonalizes_convolutions(original: Any) -> Any:
+    def mark(convolution: Any) -> None:
+        for name in convolution.names:
+            set_matrices(getattr(convolution, name))
+
+    return call_after_init(original, mark)
 
 
 @mutant("megatron.models.common.recurrent_cache:RecurrentCache.is_padding", CACHE)
