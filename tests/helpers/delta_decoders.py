@@ -95,7 +95,7 @@ DELTA_CASES = {
         "--moe-layer-freq [0,1,1] --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     ),
 }  # fmt: skip
-"""model_type -> a model of the type."""
+"""model_type -> a small model of this type."""
 VARIANT_CASES = {
     "qwen3_next, unnormalized": ModelCase(
         "Qwen3Next",
