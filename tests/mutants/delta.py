@@ -3,6 +3,7 @@
 | fault | known from |
 |---|---|
 | the output norm's gradient lacks the heads of other tensor ranks | Megatron-LM #7452 |
+| a packed matrix is split over the tensor ranks as if it were one part | Megatron-LM #1989 |
 | documents leak through the state or through the convolution | prime-rl #3000, Automodel #2131 |
 """
 
@@ -52,6 +53,17 @@ def decay_rates_are_those_of_another_tensor_rank(original: Any) -> Any:
         set_info(mixer.A_log, replace(info_of(mixer.A_log), shard=Shard(shard.global_shape, 0, start, shard.length)))
 
     return call_after_init(original, shift_shard)
+
+
+@mutant("megatron.models.common.short_convolution:ShortConvolution.__init__", TENSOR_RANKS)
+def convolution_has_the_channels_of_another_tensor_rank(original: Any) -> Any:
+    def shift_shards(convolution: Any) -> None:
+        for parameter in convolution.parameters():
+            shard = shard_of(parameter)
+            start = (shard.start + shard.length) % shard.global_shape[0]
+            set_info(parameter, replace(info_of(parameter), shard=replace(shard, start=start)))
+
+    return call_after_init(original, shift_shards)
 
 
 @mutant("megatron.models.common.short_convolution:short_convolution", DOCUMENTS)
