@@ -526,6 +526,69 @@ def item_watch(device: torch.device) -> str:
 _document_row("attention within documents with a soft-cap (flex_attention)", 640, cap=20.0)
 
 
+# Recorded only: what a later version may use.
+
+
+@row("bf16 products of 8192 x 8192", is_judged=False)
+def product_rate(device: torch.device) -> str:
+    """The rate to which MFU is relative."""
+    require_cuda(device)
+    side, repeats = 8192, 20
+    a, b = (torch.randn(side, side, device=device, dtype=BF16) for _ in range(2))
+    out = a @ b
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(repeats):
+        torch.mm(a, b, out=out)
+    torch.cuda.synchronize()
+    return f"{2 * side**3 * repeats / (time.perf_counter() - start) / 1e12:.0f} TFLOP/s"
+
+
+def _fp8_row(name: str, *, is_rowwise: bool) -> None:
+    @row(name, is_judged=False)
+    def run(device: torch.device) -> str:
+        m, k, n = 256, 512, 384
+        a, b = random(0, m, k, dtype=BF16), random(1, n, k, dtype=BF16)
+        dim = {"dim": 1, "keepdim": True} if is_rowwise else {}
+        scales = [tensor.abs().amax(**dim).reshape(-1, 1) / 448 for tensor in (a, b)]  # type: ignore[arg-type]
+        a8, b8 = (
+            (tensor / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            for tensor, scale in zip((a, b), scales, strict=True)
+        )
+        exact = (a8.double() * scales[0]) @ (b8.double() * scales[1]).t()
+        scale_a, scale_b = scales[0].float(), scales[1].float().t().contiguous()
+        if not is_rowwise:
+            scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
+        out = torch._scaled_mm(
+            a8.to(device), b8.to(device).t(), scale_a=scale_a.to(device), scale_b=scale_b.to(device), out_dtype=BF16
+        )
+        return f"rel-F {relative_error(out, exact):.1e} of the product of fp8 numbers"
+
+
+_fp8_row("fp8 product with one scale per tensor", is_rowwise=False)
+_fp8_row("fp8 product with one scale per row", is_rowwise=True)
+
+
+@row("grouped_mm with 0 rows, without the guard", is_judged=False)
+def grouped_no_rows_unguarded(device: torch.device) -> str:
+    """Whether the guard in ``select_implementation`` is needed."""
+    weights = torch.randn(4, 64, 96, device=device, dtype=BF16)
+    out = F.grouped_mm(weights.new_empty(0, 64), weights, offs=torch.zeros(4, dtype=torch.int32, device=device))
+    return f"returns {tuple(out.shape)}"
+
+
+@row("grouped_mm with sizes not divisible by 8, without the guard", is_judged=False)
+def grouped_odd_sizes_unguarded(device: torch.device) -> str:
+    """Whether the guard in ``select_implementation`` is needed."""
+    weights = torch.randn(2, 60, 44, device=device, dtype=BF16)
+    offsets = torch.tensor([8, 16], dtype=torch.int32, device=device)
+    out = F.grouped_mm(torch.randn(16, 60, device=device, dtype=BF16), weights, offs=offsets)
+    return f"returns {tuple(out.shape)}"
+
+
+# Last, because the kernels of an optional package may take half a minute to compile.
+
+
 DELTA_STARTS = ((0, 3, 64, 100), (0, 65))
 """First tokens of the documents of each sample: short ones, one of a chunk of 64 tokens, one that ends in a chunk."""
 DELTA_FACTOR = 2.0
@@ -587,63 +650,3 @@ def _delta_rows(name: str, *, has_decay_per_element: bool) -> None:
 
 _delta_rows("gated delta rule", has_decay_per_element=False)
 _delta_rows("gated delta rule with a decay per element", has_decay_per_element=True)
-
-
-# Recorded only: what a later version may use.
-
-
-@row("bf16 products of 8192 x 8192", is_judged=False)
-def product_rate(device: torch.device) -> str:
-    """The rate to which MFU is relative."""
-    require_cuda(device)
-    side, repeats = 8192, 20
-    a, b = (torch.randn(side, side, device=device, dtype=BF16) for _ in range(2))
-    out = a @ b
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        torch.mm(a, b, out=out)
-    torch.cuda.synchronize()
-    return f"{2 * side**3 * repeats / (time.perf_counter() - start) / 1e12:.0f} TFLOP/s"
-
-
-def _fp8_row(name: str, *, is_rowwise: bool) -> None:
-    @row(name, is_judged=False)
-    def run(device: torch.device) -> str:
-        m, k, n = 256, 512, 384
-        a, b = random(0, m, k, dtype=BF16), random(1, n, k, dtype=BF16)
-        dim = {"dim": 1, "keepdim": True} if is_rowwise else {}
-        scales = [tensor.abs().amax(**dim).reshape(-1, 1) / 448 for tensor in (a, b)]  # type: ignore[arg-type]
-        a8, b8 = (
-            (tensor / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-            for tensor, scale in zip((a, b), scales, strict=True)
-        )
-        exact = (a8.double() * scales[0]) @ (b8.double() * scales[1]).t()
-        scale_a, scale_b = scales[0].float(), scales[1].float().t().contiguous()
-        if not is_rowwise:
-            scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
-        out = torch._scaled_mm(
-            a8.to(device), b8.to(device).t(), scale_a=scale_a.to(device), scale_b=scale_b.to(device), out_dtype=BF16
-        )
-        return f"rel-F {relative_error(out, exact):.1e} of the product of fp8 numbers"
-
-
-_fp8_row("fp8 product with one scale per tensor", is_rowwise=False)
-_fp8_row("fp8 product with one scale per row", is_rowwise=True)
-
-
-@row("grouped_mm with 0 rows, without the guard", is_judged=False)
-def grouped_no_rows_unguarded(device: torch.device) -> str:
-    """Whether the guard in ``select_implementation`` is needed."""
-    weights = torch.randn(4, 64, 96, device=device, dtype=BF16)
-    out = F.grouped_mm(weights.new_empty(0, 64), weights, offs=torch.zeros(4, dtype=torch.int32, device=device))
-    return f"returns {tuple(out.shape)}"
-
-
-@row("grouped_mm with sizes not divisible by 8, without the guard", is_judged=False)
-def grouped_odd_sizes_unguarded(device: torch.device) -> str:
-    """Whether the guard in ``select_implementation`` is needed."""
-    weights = torch.randn(2, 60, 44, device=device, dtype=BF16)
-    offsets = torch.tensor([8, 16], dtype=torch.int32, device=device)
-    out = F.grouped_mm(torch.randn(16, 60, device=device, dtype=BF16), weights, offs=offsets)
-    return f"returns {tuple(out.shape)}"
