@@ -101,6 +101,12 @@ SHADOWS = (
         lambda config: _has_warmup_length(config) or config.optimizer.lr_follows_samples,
         "the warm-up is not a fraction of steps",
     ),
+    Shadow(("lr_warmup_init",), lambda config: config.optimizer.warmup_length == 0, "the learning rate has no warm-up"),
+    Shadow(
+        ("weight_decay",),
+        lambda config: config.optimizer.weight_decay_incr_style != "constant",
+        "the weight decay follows --start-weight-decay and --end-weight-decay",
+    ),
     Shadow(
         ("wsd_decay_fraction",),
         lambda config: config.optimizer.lr_decay_style == "wsd" and _has_wsd_length(config),

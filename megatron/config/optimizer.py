@@ -90,6 +90,7 @@ class OptimizerConfig:
     lr_warmup_samples: float | None = option(
         None, "warm-up samples, instead of a fraction", minimum=0, shown_default="set by --warmup"
     )
+    lr_warmup_init: float = option(0.0, "learning rate at the start of the warm-up", minimum=0)
     lr_step_offset: int = option(
         0,
         "offset of the learning-rate schedule, 0 or -1: with 0, a step has the rate of the position after it, so that "
@@ -159,6 +160,24 @@ class OptimizerConfig:
     )
     weight_decay_by_name: str = option(
         "", "weight decay by parameter name, including biases and norms: PATTERN=DECAY, as for --lr-by-name"
+    )
+    weight_decay_incr_style: str = option(
+        "constant",
+        "weight decay over the run: constant: --weight-decay; linear or cosine: from --start-weight-decay to "
+        "--end-weight-decay at the last step",
+        choices=("constant", "linear", "cosine"),
+    )
+    start_weight_decay: float | None = option(
+        None,
+        "with --weight-decay-incr-style linear or cosine: weight decay at the start of the run",
+        minimum=0,
+        shown_default="weight-decay",
+    )
+    end_weight_decay: float | None = option(
+        None,
+        "with --weight-decay-incr-style linear or cosine: weight decay at the end of the run",
+        minimum=0,
+        shown_default="weight-decay",
     )
     adam_beta1: float = option(0.9, "decay rate of Adam's first moment", minimum=0, below=1)
     adam_beta2: float = option(0.999, "decay rate of Adam's second moment", minimum=0, below=1)
@@ -275,6 +294,7 @@ class OptimizerConfig:
             yield "--muon-split-qkv-heads and --muon-no-split-qkv exclude each other, got both. Remove one of them"
         yield from self._warmup_problems()
         yield from self._rate_problems()
+        yield from self._decay_problems()
         if self.min_lr > self.lr:
             yield f"--min-lr must not exceed --lr, got --min-lr {self.min_lr:g} and --lr {self.lr:g}. Lower --min-lr"
         if self.lr_decay_style == "exponential" and self.min_lr == 0:
@@ -329,8 +349,35 @@ class OptimizerConfig:
                 f"{self.decoupled_min_lr:g} and {min(peak_rates):g}. Lower it"
             )
 
+    def _decay_problems(self) -> Iterator[str]:
+        """Yield an error message if ends of the weight decay contradict its style, or if it varies by name too."""
+        ends = {"--start-weight-decay": self.start_weight_decay, "--end-weight-decay": self.end_weight_decay}
+        explicit_ends = [f"{flag} {value:g}" for flag, value in ends.items() if value is not None]
+        style = self.weight_decay_incr_style
+        if style == "constant" and explicit_ends:
+            yield (
+                f"{' and '.join(explicit_ends)} needs --weight-decay-incr-style linear or cosine, got constant. Set "
+                "the style, or use --weight-decay only"
+            )
+        elif style != "constant" and len(explicit_ends) < 2:
+            yield (
+                f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay, got "
+                f"{' and '.join(explicit_ends) or 'neither'}. Set both, or use --weight-decay-incr-style constant"
+            )
+
     def _warmup_problems(self) -> Iterator[str]:
-        """Yield an error message for a warm-up as long as the schedule, or a wsd decay longer than the schedule."""
+        """Yield an error message for a warm-up that does not fit the schedule or the peak learning rates.
+
+        A wsd decay longer than the schedule is a problem, too.
+        """
+        peak_rates = {"--lr": self.lr, "--decoupled-lr": self.decoupled_lr}
+        peak_rates |= {"--lr-embedding": self.lr_embedding, "--lr-head": self.lr_head}
+        for flag, rate in peak_rates.items():
+            if rate is not None and self.lr_warmup_init > rate:
+                yield (
+                    f"--lr-warmup-init must not exceed {flag}, got {self.lr_warmup_init:g} and {rate:g}. Lower "
+                    "--lr-warmup-init"
+                )
         is_by_samples = self.lr_decay_samples is not None
         unit = "samples" if is_by_samples else "iters"
         decay = self.lr_decay_samples if self.lr_decay_samples is not None else self.lr_decay_iters

@@ -53,11 +53,13 @@ consists only of rounding errors, and without the bound they would cause updates
 def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Return two groups: matrices with weight decay; biases and norms (one dimension) without.
 
+    ``set_weight_decay`` changes the decay of groups with ``"has_default_decay": True``.
+
     The rule depends only on the parameter, so that the groups are the same in every layout.
     """
     trainable = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay, "has_default_decay": True},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]

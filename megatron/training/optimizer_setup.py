@@ -22,6 +22,7 @@ from megatron.optim import (
     build_optimizer,
 )
 from megatron.optim.param_rates import RateTable
+from megatron.optim.weight_decay import WeightDecaySchedule
 from megatron.training import fused_kernels
 from megatron.training.world import World
 
@@ -133,6 +134,20 @@ def make_lr_scheduler(config: Config) -> LRScheduler:
         wsd_length=settings.lr_wsd_decay_samples if settings.lr_follows_samples else settings.lr_wsd_decay_iters,
         wsd_style=settings.lr_wsd_decay_style,
         step_offset=settings.lr_step_offset,
+        warmup_init=settings.lr_warmup_init,
+    )
+
+
+def make_weight_decay_schedule(config: Config, data_parallel_size: int) -> WeightDecaySchedule | None:
+    """Build the schedule of the weight decay, in the unit of the learning rate's schedule; None if it is constant."""
+    settings, batch = config.optimizer, config.batch
+    if settings.start_weight_decay is None or settings.end_weight_decay is None:
+        return None
+    length = batch.train_iters
+    if settings.lr_follows_samples:
+        length = batch.train_samples or batch.batch_sizes(data_parallel_size).consumed_after(length)
+    return WeightDecaySchedule(
+        settings.start_weight_decay, settings.end_weight_decay, settings.weight_decay_incr_style, length
     )
 
 

@@ -15,12 +15,13 @@ from megatron.config import Config
 from megatron.errors import NumericsError, StopRequest
 from megatron.optim.lr_scheduler import set_learning_rates
 from megatron.optim.param_rates import RateTable
+from megatron.optim.weight_decay import set_weight_decay
 from megatron.runtime.exit_signals import REGROUP_REASON, StopRequests
 from megatron.runtime.launcher_files import forwarded_signal
 from megatron.training.batch_iterators import TimedBatches
 from megatron.training.data import RunData
 from megatron.training.data_progress import epoch_metrics, token_metrics
-from megatron.training.optimizer_setup import make_lr_scheduler
+from megatron.training.optimizer_setup import make_lr_scheduler, make_weight_decay_schedule
 from megatron.training.step_engine import StepEngine
 from megatron.training.step_result import StepResult
 from megatron.training.step_samples import StepSamples
@@ -149,6 +150,7 @@ class Trainer:
         self.config, self.world, self.engine, self.data, self.folder = config, world, engine, data, folder
         self.stop, self.phases = stop or StopRequests(), phases or RunPhases()
         self.lr_scheduler = make_lr_scheduler(config)
+        self.weight_decay_schedule = make_weight_decay_schedule(config, world.grid.data.size)
         self.run_length = config.run_length(world.grid.data.size)
         self.batch_sizes, self.seq_lengths = config.batch.batch_sizes(world.grid.data.size), config.batch.seq_lengths
         self.progress = TrainProgress()
@@ -232,6 +234,8 @@ class Trainer:
         lr_step = (progress.samples_updated, num_samples) if follows_samples else (progress.updates, 1)
         self._lr_position = self.lr_scheduler.position(*lr_step)
         self.learning_rate = set_learning_rates(self.engine.optimizer, self.lr_scheduler, self._lr_position)
+        if self.weight_decay_schedule is not None:
+            set_weight_decay(self.engine.optimizer, self.weight_decay_schedule.after(self._lr_position))
         self.call("on_step_start")
         try:
             result = self.engine.train_step(self.batches, progress.step, self.samples.share(self.world.grid.data.rank))
@@ -269,6 +273,7 @@ class Trainer:
     def log(self, result: StepResult) -> None:
         """Collect a step's metrics and call ``on_log``. docs/monitoring.md has the units and formulas."""
         consumed, per_sample = self.progress.samples_consumed, self.config.tokens_per_sample
+        decay = self.weight_decay_schedule
         self.call(
             "on_log",
             {
@@ -277,6 +282,7 @@ class Trainer:
                 **{name: value for name, value in result.losses.items() if name not in ("loss", "lm loss")},
                 "learning_rate": self.learning_rate,
                 **({"lr": self._rates_by_label()} if self.rates else {}),
+                **({} if decay is None else {"weight_decay": decay.after(self._lr_position)}),
                 "grad_norm": result.grad_norm,
                 "loss_scale": result.loss_scale,
                 "samples": consumed,

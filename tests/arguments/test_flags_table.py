@@ -67,6 +67,9 @@ REQUIRED_FLAGS = {
     ),
     **dict.fromkeys(("--cpu-adam", "--cpu_torch_adam", "--no-pin-memory"), ["--offload-optimizer"]),
     **dict.fromkeys(("--offload-parameters", "--offload-param"), ["--zero-stage", "3"]),
+    "--weight-decay-incr-style": ["--start-weight-decay", "0", "--end-weight-decay", "1"],
+    "--start-weight-decay": ["--weight-decay-incr-style", "linear", "--end-weight-decay", "1"],
+    "--end-weight-decay": ["--weight-decay-incr-style", "linear", "--start-weight-decay", "0"],
     "--stability-patience": ["--stability-guard", "skip"],
     **dict.fromkeys(("--debug-dump-steps", "--debug-dump-modules", "--debug-dump-tensors"), ["--debug-dump", "x"]),
     **{
@@ -381,6 +384,7 @@ def sample_value(option, folder: Path, family: str = "gpt2") -> str:
         "rotary_high_frequency_factor": "8",
         "zero_stage": "1",
         "lr_step_offset": "-1",
+        "lr_warmup_init": "1e-5",
         "stage3_prefetch_bucket_size": "0",
         "debug_dump_steps": "2,5-7",
         "profile": "2-3",

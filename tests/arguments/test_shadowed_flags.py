@@ -19,6 +19,7 @@ from tests.helpers.rows import check_rows
 
 SCHEDULE_VALUES = {
     "min_lr": ("1e-5", "2e-5"),
+    "lr_warmup_init": ("1e-5", "2e-5"),
     "lr_decay_iters": ("290", "299"),
     "warmup": ("0.21", "0.31"),
     "lr_warmup_rounding": ("none", "down"),
@@ -267,6 +268,8 @@ SHADOWED = {
     "finetune": "--finetune",
     "resize_vocab": "--resize-vocab --load x",
     "eval_only": "--eval-only",
+    "lr_warmup_init": "--lr-warmup-init 1e-5 --warmup 0",
+    "weight_decay": "--weight-decay 0.1 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
     "keep_every": "--keep-every 5",
     # checks and logs
     "check_paths": "--check-paths",
@@ -302,7 +305,7 @@ NEVER_SHADOWED = set(
     recompute_granularity compile device fused_kernels distributed_backend step_timeout phase_timeout_minutes
     batch_size gas requested_global_batch_size seq_length train_iters eval_iters
     loss_average optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_embedding decoupled_lr lr_by_name
-    weight_decay weight_decay_by_name clip_grad offload_optimizer dtype
+    weight_decay_by_name weight_decay_incr_style start_weight_decay end_weight_decay clip_grad offload_optimizer dtype
     data_path sft tokenizer_type eod_token
     save load resume no_save_optim keep_last
     sample_prompts wandb_project

@@ -95,9 +95,10 @@ OBSERVED_FIELDS = {
     """,
     "rates": """
         config train_iters lr min_lr lr_decay_style lr_decay_iters lr_decay_samples warmup lr_warmup_rounding
-        lr_warmup_iters lr_step_offset
+        lr_warmup_iters lr_warmup_init lr_step_offset
         lr_warmup_samples wsd_decay_fraction lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
         lr_embedding lr_head decoupled_lr decoupled_min_lr lr_by_name weight_decay_by_name
+        weight_decay_incr_style start_weight_decay end_weight_decay
     """,
     "optimizer": """
         optimizer weight_decay adam_beta1 adam_beta2 adam_eps clip_grad zero_stage offload_optimizer offload_parameters
@@ -217,6 +218,10 @@ COMPANION_FLAGS = {
     "hidden_size": "--kv-hidden-size 8",
     "num_attention_heads": "--kv-hidden-size 8",
     "lr_head": "--untie-embeddings-and-output-weights",
+    "lr_warmup_init": "--warmup 0.5",
+    "weight_decay_incr_style": "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.1",
+    "start_weight_decay": "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.1",
+    "end_weight_decay": "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.1",
     "initial_scale_power": "--fp16",
     "loss_scale_window": "--fp16",
     "hysteresis": "--fp16",
@@ -264,6 +269,7 @@ COMPANION_FLAGS = {
 """Field -> flags without which it is refused or does nothing, before and after; else those of ``test_flags_table``."""
 FIELD_VALUES = {
     "activation": "relu",
+    "weight_decay_incr_style": "cosine",
     "seq_length_schedule": "0:4;9:8",
     "dtype": "bf16",
     "device": "cuda",
@@ -327,7 +333,9 @@ def plan(config: Config) -> Any:
 
 def rates(config: Config) -> Any:
     schedule = optimizer_setup.make_lr_scheduler(config)
-    return [schedule.at(update) for update in (2, 25, 37)], to_comparable(RateTable.of(config))
+    decay = optimizer_setup.make_weight_decay_schedule(config, 1)
+    decays = None if decay is None else [decay.after(update) for update in (2, 25, 37)]
+    return [schedule.at(update) for update in (2, 25, 37)], decays, to_comparable(RateTable.of(config))
 
 
 def optimizer(config: Config) -> Any:

@@ -100,9 +100,9 @@ def scheduler_state(run: SavedRun) -> dict[str, Any]:
         "lr_decay_style": _DECAY_STYLES.get(settings.lr_decay_style, settings.lr_decay_style),
         "lr_decay_steps": decay,
         "min_lr": settings.min_lr,
-        "start_wd": settings.weight_decay,
-        "end_wd": settings.weight_decay,
-        "wd_incr_style": "constant",
+        "start_wd": settings.weight_decay if settings.start_weight_decay is None else settings.start_weight_decay,
+        "end_wd": settings.weight_decay if settings.end_weight_decay is None else settings.end_weight_decay,
+        "wd_incr_style": settings.weight_decay_incr_style,
         "wd_incr_steps": int(run.batch.get("train_samples") or train_iters * run.global_batch_size),
     }
 
@@ -113,7 +113,7 @@ def arguments_of(run: SavedRun, *, uses_distributed_optimizer: bool, has_optimiz
     Args:
         uses_distributed_optimizer, has_optimizer: the exported optimizer state's form.
     """
-    settings, progress, dtype = run.optimizer, run.progress, run.dtype
+    settings, progress, dtype, schedule = run.optimizer, run.progress, run.dtype, scheduler_state(run)
     lengths: dict[str, Any] = {}
     if settings.lr_follows_samples:
         lengths = {
@@ -133,11 +133,13 @@ def arguments_of(run: SavedRun, *, uses_distributed_optimizer: bool, has_optimiz
         "micro_batch_size": int(run.batch.get("batch_size") or 1), "global_batch_size": run.global_batch_size,
         "consumed_train_samples": progress["samples_consumed"], "consumed_valid_samples": 0,
         "skipped_train_samples": 0, "train_iters": int(run.batch.get("train_iters") or 0), **lengths,
-        "lr": settings.lr, "min_lr": settings.min_lr, "lr_warmup_init": 0.0, "lr_warmup_fraction": None,
+        "lr": settings.lr, "min_lr": settings.min_lr, "lr_warmup_init": settings.lr_warmup_init,
+        "lr_warmup_fraction": None,
         "lr_decay_style": _DECAY_STYLES.get(settings.lr_decay_style, settings.lr_decay_style),
         "lr_wsd_decay_style": settings.lr_wsd_decay_style, "weight_decay": settings.weight_decay,
-        "start_weight_decay": settings.weight_decay, "end_weight_decay": settings.weight_decay,
-        "weight_decay_incr_style": "constant", "optimizer": "adam", "adam_beta1": settings.adam_beta1,
+        "start_weight_decay": schedule["start_wd"], "end_weight_decay": schedule["end_wd"],
+        "weight_decay_incr_style": settings.weight_decay_incr_style, "optimizer": "adam",
+        "adam_beta1": settings.adam_beta1,
         "adam_beta2": settings.adam_beta2, "adam_eps": settings.adam_eps, "clip_grad": settings.clip_grad,
         "bf16": dtype == "bf16", "fp16": dtype == "fp16", "seed": run.run.get("seed", 1234),
         "calculate_per_token_loss": run.config.model.loss_average == "token",
