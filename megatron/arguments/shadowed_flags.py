@@ -221,6 +221,16 @@ SHADOWS = (
         lambda config: config.model.multi_latent_attention and config.model.qk_norm == "none",
         "with --multi-latent-attention, the latents always have norms",
     ),
+    Shadow(
+        ("qk_clip_threshold", "qk_clip_alpha"),
+        lambda config: not config.model.qk_clip,
+        "query and key weights are not clipped (--qk-clip)",
+    ),
+    Shadow(
+        ("qk_clip_bound",),
+        lambda config: not config.model.measures_logits,
+        "attention logits are not measured (--qk-clip, --log-max-attention-logit)",
+    ),
     # recurrent layers
     Shadow(
         LINEAR,

@@ -147,6 +147,22 @@ class ParamStore:
                 view.copy_(main_param.data)
                 main_param.data = view
 
+    @torch.no_grad()
+    def scale_rows(self, parameter: torch.nn.Parameter, factors: torch.Tensor) -> None:
+        """Multiply the rows of a main param by ``factors`` in place; a frozen parameter is not changed.
+
+        The parameter changes only with the next ``copy_to_parameters``, unless it is its own main param.
+
+        Args:
+            factors: one factor for each row of ``parameter``, on the device of the main param.
+        """
+        main_param, partition = self.main_params.get(parameter), self._partitions.get(parameter)
+        if main_param is None:
+            return
+        if partition is not None and partition.dim == 0:
+            factors = partition.slice(factors, self.group_of(parameter).rank)
+        main_param.mul_(factors.to(main_param.dtype).view(-1, *[1] * (main_param.dim() - 1)))
+
     def set_grads(self, grads: Sequence[torch.Tensor]) -> None:
         """Set main-param gradients in parameter order; with optimizer offload they are copied to the CPU."""
         main_params = self.main_params.values()

@@ -101,12 +101,13 @@ RULES = (
     ),
     Rule(
         "--weight-decay, --weight-decay-by-name, --adam-*, --sgd-momentum, --muon-*, --clip-grad, --z-loss, "
-        "--mtp-loss-scaling-factor, --loss-average",
+        "--qk-clip, --qk-clip-threshold, --qk-clip-alpha, --qk-clip-bound, --mtp-loss-scaling-factor, --loss-average",
         ("optimizer.weight_decay", "optimizer.weight_decay_by_name", "optimizer.adam_beta1", "optimizer.adam_beta2",
          "optimizer.adam_eps", "optimizer.clip_grad", "optimizer.muon_momentum", "optimizer.muon_nesterov",
          "optimizer.muon_num_ns_steps", "optimizer.muon_scale_mode", "optimizer.muon_extra_scale_factor",
          "optimizer.muon_split_qkv", "optimizer.muon_split_qkv_heads", "optimizer.sgd_momentum", "model.z_loss",
-         "model.mtp_loss_scaling_factor", "model.loss_average"), WARNED,
+         "model.mtp_loss_scaling_factor", "model.loss_average", "model.qk_clip", "model.qk_clip_threshold",
+         "model.qk_clip_alpha", "model.qk_clip_bound"), WARNED,
         "applies from the next step on",
     ),
     Rule(

@@ -47,6 +47,7 @@ class PipelineStepEngine:
         self.share, self.micro_batch_tokens = share, micro_batch_tokens
         self.averages_micro_batches = settings.averages_micro_batches
         self.routers, self.device = settings.routers, torch.device(engine.device)
+        self.logits = settings.logits
         self._step, self._step_share, self._micro_batch = 0, share, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
@@ -73,8 +74,12 @@ class PipelineStepEngine:
         if self.routers is not None:
             tokens = self.micro_batch_tokens * mean_num_micro_batches
             self.routers.set_scale(scale / token_weight(tokens, self.grid, is_mean=self._trains_on_means))
+        if self.logits is not None:
+            self.logits.start_step()
         with as_data_error():
             self.engine.train_batch(data)
+        if self.logits is not None:
+            self.logits.end_forwards()
         result = make_step_result(*loss_values(self.engine.means), scale, self.optimizer)
         return result if self.routers is None else with_router_losses(result, self.routers, self.optimizer, self.device)
 

@@ -228,6 +228,7 @@ _DECODER_REQUIRED_FLAGS = {
         _EXPERT_FLAGS,
     ),
     "--mtp-loss-scaling-factor": ["--mtp-num-layers", "1"],
+    **dict.fromkeys(("--qk-clip-threshold", "--qk-clip-alpha", "--qk-clip-bound"), ["--qk-clip"]),
     "--moe-router-num-groups": [*_EXPERT_FLAGS, "--moe-router-group-topk", "1"],
     "--moe-router-group-topk": [*_EXPERT_FLAGS, "--moe-router-num-groups", "4"],
     "--moe-router-load-balancing-type": [*_EXPERT_FLAGS, "--moe-aux-loss-coeff", "0.1"],

@@ -111,6 +111,9 @@ SHADOWED = {
     "moe_aux_loss_coeff": f"{EXPERT_FLAGS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
     "moe_token_drop_policy": f"{EXPERT_FLAGS} --moe-token-drop-policy position",
     "mtp_loss_scaling_factor": "--mtp-loss-scaling-factor 0.3",
+    "qk_clip_threshold": "--qk-clip-threshold 50 --log-max-attention-logit",
+    "qk_clip_alpha": "--qk-clip-alpha 0.3",
+    "qk_clip_bound": "--qk-clip-bound",
     "rotary_base": "--rotary-base 500",
     "rotary_scaling": f"{ROPE_FLAGS} --rotary-scaling yarn --window-size 4 --rotary-local-base 100",
     "rotary_scaling_factor": f"{ROPE_FLAGS} --rotary-scaling-factor 4",
@@ -298,7 +301,7 @@ NEVER_SHADOWED = set(
     scale_embeddings embedding_multiplier residual_scale mup_base_hidden_size clip_qkv
     hybrid_layer_pattern branch_multipliers
     softmax_type v_head_dim attention_value_scale attention_output_gate parallel_residual logit_scale
-    attention_temperature_scale
+    attention_temperature_scale qk_clip log_max_attention_logit
     enc_seq_length dec_seq_length enc_layers dec_layers denoisers vocab_extra_ids
     binary_head mask_prob whole_word_masking short_seq_prob
     model_parallel_size pipe_parallel_size context_parallel_size reduce_bucket_size checkpoint_activations

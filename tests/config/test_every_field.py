@@ -140,7 +140,8 @@ OBSERVED_FIELDS = {
     """,
     "sizes": """
         moe_router_bias_update_rate layernorm_1p loss_chunk_tokens partition_activations checkpoint_in_cpu
-        contiguous_checkpointing mtp_loss_scaling_factor
+        contiguous_checkpointing mtp_loss_scaling_factor qk_clip qk_clip_threshold qk_clip_alpha qk_clip_bound
+        log_max_attention_logit
     """,
     "provider": """
         enc_seq_length dec_seq_length noise_density mean_span_length denoisers vocab_extra_ids mask_prob

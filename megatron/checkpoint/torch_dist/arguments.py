@@ -180,7 +180,8 @@ def _model_arguments(config: Config) -> dict[str, Any]:
         "window_attn_skip_freq": _pattern(model.window_attn_skip_freq) if model.window_attn_skip_freq else None,
         "padded_vocab_size": model.vocab_size, "vocab_size": model.vocab_size, "make_vocab_size_divisible_by": 1,
         "tokenizer_type": config.data.tokenizer_type, "num_experts": None, "mtp_num_layers": None,
-        "multi_latent_attention": False,
+        "multi_latent_attention": False, "qk_clip": model.qk_clip, "qk_clip_alpha": model.qk_clip_alpha,
+        "qk_clip_threshold": model.qk_clip_threshold, "log_max_attention_logit": model.log_max_attention_logit,
     }  # fmt: skip
     if model.rotary_scaling == "linear":
         arguments["rotary_seq_len_interpolation_factor"] = model.rotary_scaling_factor

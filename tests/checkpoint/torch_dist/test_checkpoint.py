@@ -342,6 +342,9 @@ def test_skipped_steps_and_loss_scale_of_fp16_run(folder: TorchDistFolder) -> No
         ({"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
          {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}),
         ({"qk_l2_norm": True}, {"qk_norm": "l2"}),
+        ({"qk_clip": True, "qk_clip_threshold": 50, "qk_clip_alpha": 0.3},
+         {"qk_clip": True, "qk_clip_threshold": 50.0, "qk_clip_alpha": 0.3}),
+        ({"qk_clip": True, "qk_layernorm": True}, {"qk_clip": None}),
     ],
 )  # fmt: skip
 def test_argument_sets_our_setting(folder: TorchDistFolder, args: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -382,6 +385,9 @@ def test_unsupported_model_is_one_error(folder: TorchDistFolder, args: dict[str,
         ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
          ["the load-balancing losses aux_loss 0.1, seq_aux_loss 0.2"]),
         ({"lr_warmup_init": 1e-5}, []),
+        ({"qk_clip": True}, []),
+        ({"qk_clip": True, "qk_layernorm": True},
+         ["clipping of query and key weights, which has no effect on the logits with QK norms (qk_clip)"]),
     ],
 )  # fmt: skip
 def test_features_that_a_continued_run_does_not_have_are_named(
