@@ -124,7 +124,7 @@ SHADOWS = (
     ),
     Shadow(
         ("lr_decay_samples",),
-        lambda config: _has_no_decay_length(config) and config.batch.rampup_batch_size is None,
+        lambda config: _has_no_decay_length(config) and not config.batch.has_growing_batch,
         "--lr-decay-style has no decay length, and the warm-up does not depend on it",
     ),
     Shadow(("min_lr",), lambda config: config.optimizer.lr_decay_style == "constant", "--lr-decay-style is constant"),

@@ -31,7 +31,7 @@ from megatron.arguments.scan import Scan
 from megatron.arguments.unused_flags import TRAINING_ONLY
 from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths, with_weights
 from megatron.config.batch import BatchConfig
-from megatron.config.batch_rampup import BatchSizes, parse_rampup
+from megatron.config.batch_rampup import BatchSizes, parse_rampup, parse_schedule
 from megatron.config.data import MOCK_DATA, SPLIT_PATH_FIELDS, TOKENIZERS
 from megatron.config.logging import DEFAULT_PROFILE_STEPS
 from megatron.config.model import ModelConfig
@@ -362,8 +362,10 @@ def _batch_sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | Non
     micro, gas = values.get("batch_size", defaults.batch_size), values.get("gas", defaults.gas)
     batch = BatchConfig(batch_size=micro, gas=gas, requested_global_batch_size=values.get(GLOBAL_BATCH_FIELD) or 0)
     full = batch.global_batch_size(world_size // ranks)
-    text = values.get("rampup_batch_size")
+    text, schedule = values.get("rampup_batch_size"), values.get("step_batch_size_schedule")
     try:
+        if schedule is not None:
+            return parse_schedule(schedule, full, values.get("seq_length", defaults.seq_length))
         return BatchSizes(full) if text is None else parse_rampup(text, full)
     except ValueError:
         return None
@@ -384,7 +386,8 @@ def _set_train_iters(
     )
     steps = explicit
     if samples is not None:
-        steps = batch_sizes.steps_within(samples)
+        has_schedule = values.get("step_batch_size_schedule") is not None
+        steps = batch_sizes.steps_until(samples) if has_schedule else batch_sizes.steps_within(samples)
         first = batch_sizes.at(0)
         if samples and not steps:
             scanned.problems.append(

@@ -200,7 +200,8 @@ SAVED_INPUT_FLAGS = {
 TRAINING_FIELDS = (
     "save_interval", "save_interval_minutes", "checkpoint_format", "async_save", "on_save_error",
     "export_hf_interval", "save_remote",
-    "rampup_batch_size", "seq_length_schedule", "num_workers", "prefetch_factor", "mixture_schedule",
+    "rampup_batch_size", "step_batch_size_schedule", "iterations_to_skip",
+    "seq_length_schedule", "num_workers", "prefetch_factor", "mixture_schedule",
     "layout_independent_dropout",
     "stability_guard", "stability_sigma", "stability_window", "stability_patience", "drift_interval",
 )  # fmt: skip

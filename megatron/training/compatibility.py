@@ -77,8 +77,9 @@ RULES = (
         "megatron, another number of epochs changes the order and is rejected like another seed (resume_order)",
     ),
     Rule(
-        "--batch-size, --gas, replicas, --rampup-batch-size",
-        ("batch.batch_size", "batch.gas", "batch.requested_global_batch_size", "batch.rampup_batch_size"), WARNED,
+        "--batch-size, --gas, replicas, --rampup-batch-size, --step-batch-size-schedule",
+        ("batch.batch_size", "batch.gas", "batch.requested_global_batch_size", "batch.rampup_batch_size",
+         "batch.step_batch_size_schedule"), WARNED,
         "the position is stored in samples, so a run with any batch size continues with the next sample. "
         "A learning-rate schedule or run length in samples or tokens follows the samples",
     ),

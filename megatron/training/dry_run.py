@@ -185,12 +185,13 @@ def plan_rows(
         f"{batch.batch_size} x {batch.describe_gas(num_replicas)} micro-batches x {num_replicas} replicas",
     )
     if batch.rampup_batch_size is not None:
-        batch_sizes = batch.batch_sizes(num_replicas)
-        yield (
-            "batch ramp-up",
-            f"from {batch_sizes.start} samples per step by {batch_sizes.increment} over {batch_sizes.samples:,} "
-            "samples",
-        )
+        start, increment, samples = batch.rampup_batch_size.split()
+        yield "batch ramp-up", f"from {start} samples per step by {increment} over {int(samples):,} samples"
+    elif batch.step_batch_size_schedule is not None:
+        sizes = batch.batch_sizes(num_replicas)
+        first, *later = [*sizes.starts, (sizes.samples, sizes.full)]
+        changes = (f"{size} from sample {start:,} on" for start, size in later)
+        yield "batch schedule", ", ".join([f"{first[1]} samples per step", *changes])
     yield from schedule_rows(config, num_replicas)
     yield from _length_rows(config, num_replicas)
     yield from sample_rows(config)

@@ -122,6 +122,7 @@ class Trainer:
 
     Attributes:
         batch_sizes: global batch size schedule in samples, as a function of samples consumed.
+        skipped_steps: steps of --iterations-to-skip.
         seq_lengths: sequence length schedule in tokens, as a function of tokens consumed.
         progress: step, update and sample counters.
         run_length: run limits.
@@ -153,6 +154,7 @@ class Trainer:
         self.weight_decay_schedule = make_weight_decay_schedule(config, world.grid.data.size)
         self.run_length = config.run_length(world.grid.data.size)
         self.batch_sizes, self.seq_lengths = config.batch.batch_sizes(world.grid.data.size), config.batch.seq_lengths
+        self.skipped_steps = config.batch.skipped_steps
         self.progress = TrainProgress()
         self.batches: TimedBatches | None = None
         self.samples = StepSamples(0, 0, 0, config.batch.batch_size, world.grid.data.size)
@@ -198,8 +200,11 @@ class Trainer:
         """Take steps until a limit of the run is reached, or until any rank is asked to stop."""
         with self.phases.during(STEP):
             while self.has_steps_left:
-                with self.open_batches():  # reopened after each rollback
-                    while self.has_steps_left and self.end_step(self.train_step()):
+                if self.is_next_step_skipped:
+                    self.skip_step()
+                    continue
+                with self.open_batches():  # reopened after each rollback and after skipped steps
+                    while self.has_steps_left and not self.is_next_step_skipped and self.end_step(self.train_step()):
                         pass
 
     @property
@@ -216,6 +221,15 @@ class Trainer:
     def last_step(self) -> int:
         """The run's last step number, given the samples consumed so far."""
         return self.progress.step + self.steps_left
+
+    @property
+    def is_next_step_skipped(self) -> bool:
+        """True if --iterations-to-skip names the next step."""
+        return self.progress.step + 1 in self.skipped_steps
+
+    def skip_step(self) -> None:
+        """Advance the run by one step without reading its samples. No callback is called, as in Megatron-LM."""
+        self.progress.skip_step(self.batch_sizes.at(self.progress.samples_consumed))
 
     def open_batches(self) -> AbstractContextManager[Any]:
         """Open this rank's training data at the next sample; leaving the context closes the readers."""

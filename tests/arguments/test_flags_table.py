@@ -146,6 +146,7 @@ REQUIRED_FLAGS = {
         ("--wandb-exp-name", "--wandb-name", "--wandb-save-dir", "--wandb-entity"), ["--wandb-project", "p"]
     ),
     "--rampup-batch-size": ["--batch-size", "1", "--gas", "8"],
+    "--step-batch-size-schedule": ["--batch-size", "2"],
     **{
         flag: ["--train-iters", "0", "--eval-iters", "0", "--dry-run"]
         for flag in ("--train-data-path", "--valid-data-path", "--test-data-path")
@@ -354,6 +355,8 @@ def sample_value(option, folder: Path, family: str = "gpt2") -> str:
         "data_path": "none",
         "mixture_schedule": "1e9: 0.5 0.5",
         "rampup_batch_size": "2 2 100",
+        "step_batch_size_schedule": "0:4 1000:8",
+        "iterations_to_skip": "5 101-200",
         "seq_length_schedule": "0: 64; 1e9: 256",
         "denoisers": "R,S",
         "mean_span_length": "4",

@@ -174,6 +174,8 @@ SHADOWED = {
     "contiguous_checkpointing": "--contiguous-checkpointing",
     "partition_method": "--partition-method uniform",
     # batch
+    "step_batch_size_schedule": "--step-batch-size-schedule 0:4 9999:8 --eval-only --load x",
+    "iterations_to_skip": "--iterations-to-skip 3 --eval-only --load x",
     "rampup_batch_size": "--rampup-batch-size 4 4 8 --gas 2 --eval-only --load x",
     "seq_length_schedule": "--seq-length-schedule 0:64;9e9:256",
     "eval_interval": "--eval-interval 5 --eval-iters 0",

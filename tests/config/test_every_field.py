@@ -91,7 +91,8 @@ OBSERVED_FIELDS = {
         pipeline_chunks layers_per_chunk
         pipeline_placement pipeline_schedule_file pipeline_layout micro_batch_group_size
         context_parallel_size cp_comm_type
-        partition_method batch_size gas requested_global_batch_size rampup_batch_size seq_length pipeline_split_rank
+        partition_method batch_size gas requested_global_batch_size rampup_batch_size
+        step_batch_size_schedule iterations_to_skip seq_length pipeline_split_rank
     """,
     "rates": """
         config train_iters lr min_lr lr_decay_style lr_decay_iters lr_decay_samples warmup lr_warmup_rounding
