@@ -32,12 +32,6 @@ def zero_problems(config: Config) -> Iterator[str]:
     """Yield an error message for each ZeRO or offload flag that conflicts with other settings."""
     optimizer, parallel = config.optimizer, config.parallel
     stage = optimizer.zero_stage
-    if stage > 1 and parallel.has_pipeline:
-        yield (
-            f"{_stage_source(config)} {stage} is not supported in a pipeline, got --pipe-parallel-size "
-            f"{parallel.pipe_parallel_size}: {_pipeline_zero_reason(stage)}. Use --zero-stage 1, which shards the "
-            "fp32 main params and the optimizer states, most of the memory; or remove the pipeline"
-        )
     if stage > 1 and not parallel.overlap_grad_reduce:
         yield (
             f"{_stage_source(config)} {stage} reduces gradients during the backward pass, so that no replica holds all "
@@ -76,15 +70,6 @@ def zero_problems(config: Config) -> Iterator[str]:
 
 def _stage_source(config: Config) -> str:
     return "--zero-stage" if "zero_stage" in config.explicit_fields else "zero_optimization.stage of the JSON"
-
-
-def _pipeline_zero_reason(stage: int) -> str:
-    gathered = " and the weights gathered again" if stage == SHARDED_WEIGHTS_STAGE else ""
-    return (
-        "a stage accumulates all of its gradients until its last micro-batch, so sharded gradients would have to be "
-        f"reduced over the replicas in each micro-batch{gathered}: many times the traffic, to save memory that the "
-        "pipeline has divided already"
-    )
 
 
 def _adam_problems(config: Config) -> Iterator[str]:

@@ -275,11 +275,6 @@ def _layout_problems(config: Any) -> Iterator[str]:
             f"--expert-model-parallel-size must divide --num-experts, got {ep} and {model.num_experts}. Use one of "
             f"{divisors}"
         )
-    if ep > 1 and zero > 1:
-        yield (
-            f"--expert-model-parallel-size {ep} needs --zero-stage 0 or 1, got {zero}: experts are replicated over "
-            f"fewer ranks than the other weights, and already take only 1 / {ep} of the memory. Use --zero-stage 1"
-        )
     if ep > 1 and zero and config.optimizer.optimizer == "muon":
         yield (
             f"--expert-model-parallel-size {ep} with --optimizer muon needs --zero-stage 0, got {zero}: with ZeRO, "

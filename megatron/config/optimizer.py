@@ -234,8 +234,8 @@ class OptimizerConfig:
     zero_stage: int = option(
         0,
         "ZeRO stage: shard over the replicas 1: fp32 main params and optimizer states; 2: also gradients; 3: also "
-        "weights, which are gathered layer by layer. Stages 2 and 3 are not supported in a pipeline. The results "
-        "are those of stage 0",
+        "weights, which are gathered layer by layer. Experts are sharded over the ranks with the same experts. The "
+        "results are those of stage 0",
         minimum=0,
         maximum=3,
         short="ZeRO stage, 0 to 3",

@@ -23,7 +23,8 @@ from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 # | ZeRO 2 | 2 + (4 + 12) / d | 4 + (4 + 8) / d |
 # | ZeRO 3 | (2 + 4 + 12) / d | (4 + 4 + 8) / d |
 # | ... gathered weights: tables and the largest layer (two layers with prefetching) | 2 | 4 |
-# | ZeRO 1, experts distributed over e of the d replicas | 2 + 4 + 12 e / d | 4 + 4 + 8 e / d |
+# | ... on a pipeline stage: the weights in use (``Costs.stage_gathered_parameters``) | 2 | 4 |
+# | a part sharded by ZeRO, of experts that are distributed over e of the d replicas | e / d instead of 1 / d | |
 # | CPU memory of an offloaded optimizer | 12, or 12 / d | 12, or 12 / d, with a separate copy of the weight |
 # | CPU memory of offloaded weights | 2 / d | 4 / d, or none if the optimizer is offloaded too |
 #
@@ -134,18 +135,23 @@ class State:
                 ``replicas / ranks`` copies.
         """
         wide, is_sharded = max(self.width, 4), zero.stage == 3
-        weights = -(-parameters * self.width // zero.share(3))
+
+        def shard_bytes(width: int, stage: int, saved: int = 0) -> int:
+            """Return this rank's bytes of a part with ``width`` bytes per parameter, sharded from ``stage`` on."""
+            share = zero.share(stage)
+            dense = -(-((parameters - num_distributed) * width - saved) // share)
+            return dense + -(-num_distributed * width * ranks // max(share, ranks))
+
+        weights, gradients = shard_bytes(self.width, 3), shard_bytes(self.gradient, 2)
         optimizer = self.optimizer
         if self.width == wide and zero.offload_optimizer != zero.offload_parameters:
             optimizer += wide  # on different devices, the weight cannot be its own main param
-        share = zero.share(1)
-        states = -(-((parameters - num_distributed) * optimizer - matrices * self.saved) // share)
-        states += -(-num_distributed * optimizer * ranks // max(share, ranks))
+        states = shard_bytes(optimizer, 1, matrices * self.saved)
         is_gathered = is_sharded and (zero.replicas > 1 or zero.offload_parameters)
         on_host = (states if zero.offload_optimizer else 0) + (weights if zero.offload_parameters else 0)
         return Memory(
             weights=0 if zero.offload_parameters else weights,
-            gradients=-(-parameters * self.gradient // zero.share(2)),
+            gradients=gradients,
             optimizer=0 if zero.offload_optimizer else states,
             activations=activations,
             logits=logits,

@@ -249,13 +249,13 @@ def expert_sizes(planner: Planner, layout: Layout) -> list[int]:
 
 def max_zero_stage(layout: Layout) -> int:
     """Return the highest ZeRO stage supported with expert parallelism."""
-    return 0 if layout.optimizer == "muon" else 1
+    return 0 if layout.optimizer == "muon" else FULL_SHARDING_STAGE
 
 
 def _zero_stages(planner: Planner, base_layout: Layout) -> list[int]:
     if base_layout.zero.replicas == 1 or base_layout.optimizer == "adafactor":
         return [0]
-    if base_layout.pipe > 1 or not base_layout.overlap_grad_reduce:
+    if not base_layout.overlap_grad_reduce:
         return [0, 1]
     return [0, 1, 2] if planner.config.parallel.compile else [0, 1, 2, 3]
 
@@ -393,7 +393,7 @@ def changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
             f"--batch-size {micro} --gas {num_micro_batches}",
             replace(layout, micro_batch_size=micro, num_micro_batches=num_micro_batches),
         )
-    last = max_zero_stage(layout) if layout.expert > 1 else 1 if layout.pipe > 1 else 3
+    last = max_zero_stage(layout) if layout.expert > 1 else FULL_SHARDING_STAGE
     if layout.data > 1 and layout.optimizer != "adafactor":
         for stage in range(layout.zero_stage + 1, last + 1):
             yield f"--zero-stage {stage}", replace(layout, zero_stage=stage)
@@ -430,9 +430,8 @@ def _doubled_axes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layou
     pipe = layout.pipe * AXIS_FACTOR
     if pipe * layout.chunks <= planner.config.total_layers:
         schedule = ONE_CHUNK[0] if layout.pipe == 1 and layout.chunks == 1 else layout.schedule
-        piped = _with_zero_stage(fewer, min(fewer.zero_stage, 1))
         flags = f"--pipe-parallel-size {pipe} --gas {fewer.num_micro_batches}"
-        yield flags + _lowering_flags(layout, piped), replace(piped, pipe=pipe, schedule=schedule)
+        yield flags + _lowering_flags(layout, fewer), replace(fewer, pipe=pipe, schedule=schedule)
 
 
 def _with_zero_stage(layout: Layout, stage: int) -> Layout:

@@ -40,18 +40,13 @@ def flags(family: str, extra: str = "", layers: int = 1) -> tuple[str, ...]:
     return tuple(f"{SIZES} {family_flags} {extra}".split())
 
 
-def is_valid_row(row: Row) -> bool:
-    """Return True if the combination is supported: pipelines do not support ZeRO 2 and 3."""
-    return row[2] == "one" or row[3] in ("0", "1")
-
-
 def all_rows() -> list[Row]:
-    """Return all valid combinations of the axes."""
-    return [row for row in itertools.product(*AXES) if is_valid_row(row)]
+    """Return all combinations of the axes."""
+    return list(itertools.product(*AXES))
 
 
 def all_layouts() -> list[Row]:
-    """Return all valid combinations except the precision, which alternates along every other axis."""
+    """Return all combinations except the precision, which alternates along every other axis."""
     return [row for row in all_rows() if sum(axis.index(value) for axis, value in zip(AXES, row, strict=True)) % 2]
 
 
@@ -159,6 +154,18 @@ FEATURES = {
     "experts ep 2, stages": Feature("llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 1", pipe=2),
     "experts ep 2, stages, split backward, fusion": Feature(
         "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 1 --pipeline-schedule zb-h1 {FUSION}", pipe=2
+    ),
+    "experts ep 2, ZeRO 3": Feature(
+        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 3", context=2
+    ),
+    "experts ep 2, stages, ZeRO 2": Feature(
+        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 2 --fp16", pipe=2, context=2
+    ),
+    "stages, split backward, ZeRO 3": Feature(
+        "llama", f"--zero-stage 3 --pipeline-schedule zb-h1 {FULL} --loss-chunk-tokens 32", pipe=2
+    ),
+    "stages in a V, ZeRO 3, prediction of several tokens": Feature(
+        "gpt2", "--zero-stage 3 --pipeline-schedule zb-v --mtp-num-layers 1 --num-layers 4", pipe=2
     ),
     "experts ep 4, context": Feature(
         "llama", f"{EXPERTS} --expert-model-parallel-size 4 --zero-stage 1", context=2

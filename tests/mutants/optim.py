@@ -43,6 +43,9 @@ OVERLAPPED_BITS = f"{OVERLAPPED}::test_overlapped_all_reduce_is_bitwise_equal"
 CUTS = "tests/optim/zero/test_cuts.py"
 ZERO_2_3 = "tests/optim/zero/test_zero_parts.py"
 PARITY_ZERO_2_3 = "tests/parity/test_zero_parts.py"
+ZERO_LAYOUTS = "tests/parity/test_zero_layouts.py::test_layout_equals_single_process"
+TIED_STAGES = f"{ZERO_LAYOUTS}[1-2-2-clip-grad-0.5-pipeline-schedule-zb-h1-pipeline-chunks-2-zero-stage-3]"
+SHARDED_EXPERTS = f"{ZERO_LAYOUTS}[1-1-4-balanced-expert-model-parallel-size-2-zero-stage-3]"
 ZERO_3 = f"{ZERO_2_3}::test_micro_batches_accumulate_up_to_rounding"
 TWO_REDUCTIONS = f"{ZERO_2_3}::test_reduce_scatter_equals_shards_of_all_reduce"
 ZERO_3_READS = f"{ZERO_2_3}::test_weight_read_outside_call_is_nan"
@@ -568,6 +571,39 @@ def gradient_shard_replaces_those_of_earlier_micro_batches(original: Any) -> Any
         original(self)
 
     return wait
+
+
+@mutant("megatron.optim.gradients.reduce_scatter:ReduceScatterGradReducer.finish", TIED_STAGES)
+def stage_3_shard_of_a_tied_weight_is_summed_over_stages_before_the_replicas(original: Any) -> Any:
+    def finish(self: Any, factor: float = 1.0) -> None:
+        pending, self._pending = self._pending, None
+        original(self, factor)
+        self._pending = pending
+
+    return finish
+
+
+@mutant("megatron.optim.gradients.reduce_scatter:ReduceScatterGradReducer._add_grad", TIED_STAGES)
+def waiting_gradient_is_replaced_by_that_of_the_next_micro_batch(original: Any) -> Any:
+    def add_grad(self: Any, parameter: Any) -> None:
+        self._arrived.pop(parameter, None)
+        original(self, parameter)
+
+    return add_grad
+
+
+@mutant("megatron.optim.gradients.reducer:SumGroup.sum", SHARDED_EXPERTS)
+def sum_over_experts_is_repeated_for_shards(original: Any) -> Any:
+    """Shards of experts are summed again at the end of the step, as full gradients of ZeRO 1 are."""
+
+    def sum_shards(self: Any, grad_of: Any) -> None:
+        reducer = grad_of.__self__
+        if not self._parameters and reducer.reduces_in_backward:
+            for parameter in filter(is_reduced_by_optimizer, reducer._store.main_params):
+                dist.all_reduce(grad_of(parameter), group=reducer._store.expert_group.handle)
+        original(self, grad_of)
+
+    return sum_shards
 
 
 @mutant("megatron.optim.gradients.reducer:GradReducer._is_counted", ZERO_3)

@@ -3,7 +3,8 @@
 Replicas must gather the same units in the same order, or they would receive shards of other units. If the order is
 known, the next unit is gathered during the computation of the current one.
 
-A pass is a micro-batch of training (forward, recompute, backward) or one call in an evaluation.
+A pass is a micro-batch of training (forward, recompute, backward) or one call in an evaluation. In a pipeline, a pass
+is one action of the schedule: a forward or a backward of one chunk, or one half of a split backward.
 
 | pass | gathers | replicas compare |
 |---|---|---|
@@ -12,7 +13,9 @@ A pass is a micro-batch of training (forward, recompute, backward) or one call i
 | a later one that departs from the order | from then on as in a first pass | as in a first pass |
 
 If the pass type changes (training, or evaluation of one module), the pass departs from the previous order, unless the
-order recorded for the new type starts with the same unit.
+order recorded for the new type starts with the same unit. Actions of a pipeline never depart when they begin: all
+replicas follow the same schedule, so each knows the type of the others' passes (``begin_action``). The first unit of an
+action is prefetched while the stage waits for its inputs.
 
 A departing replica reports its departure in the gather that the other replicas expect next: each message has room for a
 few integers per replica (``Note``). If all replicas depart to the same unit, they continue and record the new order.
@@ -126,6 +129,20 @@ class GatherOrder:
             self.end()  # the previous evaluation failed before its end
         if self.pass_type is None:
             self._begin_pass(pass_type)
+
+    def begin_action(self, pass_type: int) -> None:
+        """Begin a pass of a type on which all replicas agree, after the current one; prefetch its first unit.
+
+        Collective.
+
+        Raises:
+            ConfigError: see ``end``.
+        """
+        if self.pass_type is not None:
+            self.end()
+        self.pass_type, self._gathered, self._hash = pass_type, [], 0
+        self._order, self._must_depart = self._orders.get(pass_type), False
+        self._start_next()
 
     def gather(self, unit: int) -> None:
         """Gather a unit and prefetch the next one. Collective.
