@@ -115,7 +115,8 @@ class MessageCounter:
 
 def count_case(rank: int, case: str, world_size: int) -> Counted:
     """Train two steps; count the bytes that are stored, and the messages of the second step."""
-    stage3.Unit.start = count_notes(stage3.Unit.start)  # type: ignore[method-assign]
+    num_notes: list[int] = []
+    stage3.Unit.start = count_notes(stage3.Unit.start, num_notes)  # type: ignore[method-assign]
     config = parse([*BASE_FLAGS.split(), *case.split()], world_size=world_size).with_vocab(VOCAB)
     world = initialize.start(config)
     streams = make_streams(config, world)
@@ -139,7 +140,8 @@ def count_case(rank: int, case: str, world_size: int) -> Counted:
     trainer = Trainer(config, world, engine, RunData({"train": data} if world.reads_data else {}, None), Path(), [])
     with trainer.open_batches():
         trainer.train_step()
-        count_notes.num_notes, counter.is_active = 0, True
+        num_notes.clear()
+        counter.is_active = True
         trainer.train_step()
         counter.is_active = False
     parameters = [parameter for _, parameter in named_parameters(engine.module)]
@@ -156,7 +158,7 @@ def count_case(rank: int, case: str, world_size: int) -> Counted:
     }
     bounds = getattr(engine.module, "parts", [0, len(registry.costs_of(config).unit_names)])
     memory = stage_memory(config, grid.topology, bounds, "bf16")[grid.pipe.rank]
-    note_bytes = count_notes.num_notes * VECTOR * 2 * (grid.data_context.size - 1)
+    note_bytes = len(num_notes) * VECTOR * 2 * (grid.data_context.size - 1)
     return Counted(
         stored,
         {name: getattr(memory, name) for name in stored},
@@ -165,11 +167,11 @@ def count_case(rank: int, case: str, world_size: int) -> Counted:
     )
 
 
-def count_notes(original: Any) -> Any:
-    """Wrap ``Unit.start`` to count the notes that gathers carry, in addition to weights."""
+def count_notes(original: Any, num_notes: list[int]) -> Any:
+    """Wrap ``Unit.start`` to add an item to ``num_notes`` for each note that gathers carry, in addition to weights."""
 
     def start(unit: Any, note: Any = ()) -> Any:
-        count_notes.num_notes += bool(note)  # type: ignore[attr-defined]
+        num_notes.append(len(note))
         return original(unit, note)
 
     return start
@@ -204,8 +206,8 @@ def unit_modules(module: Any, chunk: int) -> list[nn.Module]:
     """List the modules whose weights are gathered together, last layer first."""
     if not hasattr(module, "layers_of"):
         return [module]
-    layers = [getattr(layer, "args", [layer])[0] for layer in module.layers_of(chunk)]
-    return list(dict.fromkeys(reversed(layers)))
+    functions = [(layer, *getattr(layer, "args", ())) for layer in reversed(module.layers_of(chunk))]
+    return list(dict.fromkeys(value for values in functions for value in values if isinstance(value, nn.Module)))
 
 
 def check_case(case: str, world_size: int) -> None:
