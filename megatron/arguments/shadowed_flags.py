@@ -131,7 +131,7 @@ SHADOWS = (
     # optimizer
     Shadow(
         ("exp_avg_dtype", "exp_avg_sq_dtype", "cpu_adam"),
-        lambda config: config.optimizer.optimizer not in ("adamw", "muon"),
+        lambda config: not (config.optimizer.optimizer == "adamw" or config.optimizer.is_muon),
         "--optimizer is not AdamW",
     ),
     Shadow(

@@ -174,6 +174,8 @@ DEFERRED_CONVERSIONS = (
 """Conversions that depend on other flags or on sizes. They are defined below, except for ``require_checkpoint`` in
 ``other_programs`` and ``checkpoint_schedule`` in ``checkpoint.checkpoint_args``.
 """
+OPTIMIZER_FLAGS = {"muon": ("muon", "adaptive_muon"), "adaptive_muon": ("adaptive_muon",), "sgd": ("sgd",)}
+"""Prefix of optimizer settings -> the optimizers that use them."""
 CHECKPOINT_SCHEDULE = tuple(
     f"--use-checkpoint-{name}" for name in ("lr-scheduler", "opt-param-scheduler", "opt_param-scheduler")
 )
@@ -555,13 +557,13 @@ def resolve_dependent_settings(scanned: Scan, values: dict[str, Any], family: st
     for flag in CHECKPOINT_SCHEDULE if "load" not in values and "resume" not in values else ():
         if flag in converted:
             scanned.ignored[flag] = "no checkpoint is loaded"
-    for optimizer in ("muon", "sgd"):
-        if values.get("optimizer") == optimizer:
+    for prefix, optimizers in OPTIMIZER_FLAGS.items():
+        if values.get("optimizer") in optimizers:
             continue
-        for name in [name for name in scanned.values if name.startswith(f"{optimizer}_")]:
+        for name in [name for name in scanned.values if name.startswith(f"{prefix}_")]:
             values.pop(name, None)
             del scanned.values[name]
-            scanned.ignored[scanned.spelling[name]] = f"it needs --optimizer {optimizer}"
+            scanned.ignored[scanned.spelling[name]] = f"it needs --optimizer {prefix}"
     for name in TOKEN_FILE_FIELDS if values.get("data_path") == MOCK_DATA else ():
         if name in scanned.values:
             scanned.ignored[scanned.spelling[name]] = "random tokens are not read from files"

@@ -222,7 +222,7 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
             "--wsd-decay-fraction has no effect without --lr-decay-style wsd, got --lr-decay-style "
             f"{optimizer.lr_decay_style}. Remove it, or change the style"
         )
-    if optimizer.optimizer not in ("adamw", "muon"):
+    if not (optimizer.optimizer == "adamw" or optimizer.is_muon):
         params = config.deepspeed.get("optimizer", {}).get("params", {})
         json_keys = [f"optimizer.params.{name}" for name in ("betas", "eps") if params.get(name, "auto") != "auto"]
         flags = [*_flags(config, ADAM), *json_keys]

@@ -612,7 +612,7 @@ def _norm_problems(model: Any) -> Iterator[str]:
 
 def _scale_problems(config: Any) -> Iterator[str]:
     model, optimizer = config.model, config.optimizer.optimizer
-    if model.mup_base_hidden_size and optimizer not in ("adamw", "muon"):
+    if model.mup_base_hidden_size and not (optimizer == "adamw" or config.optimizer.is_muon):
         yield (
             f"--mup-base-hidden-size scales learning rates for AdamW and Muon, got --optimizer {optimizer}. Use "
             "--optimizer adamw or muon, or remove it"

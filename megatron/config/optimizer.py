@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.config.newton_schulz import COEFFICIENTS
 from megatron.config.option import option
 
 # Number tables by parameter name: name pattern -> number.
@@ -36,8 +37,9 @@ class OptimizerConfig:
     optimizer: str = option(
         "adamw",
         "optimizer; muon updates the matrices of layers by orthogonalised momentum and all other parameters by "
-        "AdamW; adafactor stores second moments per row and column and no first moment",
-        choices=("adamw", "muon", "adafactor", "sgd"),
+        "AdamW; adaptive_muon also divides these updates by a second moment (AdaMuon, NorMuon); adafactor stores "
+        "second moments per row and column and no first moment",
+        choices=("adamw", "muon", "adaptive_muon", "adafactor", "sgd"),
         synonyms={"adam": "adamw", "AdamW": "adamw", "Adam": "adamw", "dist_muon": "muon", "Muon": "muon"},
     )
     lr: float = option(5e-4, "peak learning rate", above=0, short="peak learning rate")
@@ -205,6 +207,18 @@ class OptimizerConfig:
         },
     )  # fmt: skip
     muon_num_ns_steps: int = option(5, "with --optimizer muon: number of Newton-Schulz steps", minimum=1, maximum=99)
+    muon_coefficient_type: str = option(
+        "simple",
+        "with --optimizer muon: polynomials of the Newton-Schulz steps; simple: one for all steps, as in "
+        "torch.optim.Muon; quintic: a period of five; polar_express: eight that converge to an orthogonal matrix",
+        choices=tuple(COEFFICIENTS),
+    )
+    muon_fp32_matmul_prec: str = option(
+        "bf16",
+        "with --optimizer muon: precision of Newton-Schulz steps; bf16: bf16 throughout, as in torch.optim.Muon; "
+        "medium: products in bf16, the norm in fp32; high: products in TF32; highest: fp32 throughout",
+        choices=("bf16", "medium", "high", "highest"),
+    )
     muon_scale_mode: str = option(
         "match_rms_adamw",
         "with --optimizer muon: factor for the learning rate of a matrix [m, n]: match_rms_adamw: 0.2 sqrt(max(m, "
@@ -227,6 +241,18 @@ class OptimizerConfig:
     )
     muon_split_qkv_heads: bool = option(
         False, "with --optimizer muon: treat query, key and value of each head as separate matrices"
+    )
+    adaptive_muon_moment2_method: str = option(
+        "adamuon",
+        "with --optimizer adaptive_muon: second moment of an orthogonalised update; adamuon: one per element; normuon: "
+        "one per row of a tall matrix or column of a wide one, and the norm of the update is restored",
+        choices=("adamuon", "normuon"),
+    )
+    adaptive_muon_beta2: float = option(
+        0.95, "with --optimizer adaptive_muon: decay rate of the second moment", minimum=0, below=1
+    )
+    adaptive_muon_eps: float = option(
+        1e-8, "with --optimizer adaptive_muon: adamuon adds it to the denominator, normuon bounds by it", above=0
     )
     clip_grad: float = option(
         1.0, "maximum global gradient norm; 0: no clipping", minimum=0, short="maximum gradient norm"
@@ -278,8 +304,22 @@ class OptimizerConfig:
         return tuple(name for name in ("exp_avg", "exp_avg_sq") if getattr(self, f"{name}_dtype") == "bf16")
 
     @property
+    def is_muon(self) -> bool:
+        """True if matrices of layers are updated by Muon or adaptive Muon."""
+        return self.optimizer in ("muon", "adaptive_muon")
+
+    @property
     def state_type(self) -> str:
-        """Layout of the optimizer states: ``optimizer``, or "momentum" for SGD with momentum."""
+        """Layout of the optimizer states: ``optimizer``, or one of these names.
+
+        | name | optimizer |
+        |---|---|
+        | momentum | SGD with momentum |
+        | adamuon | adaptive Muon with as many states as AdamW |
+        | muon | Muon, and adaptive Muon with normuon, whose second moments are few |
+        """
+        if self.optimizer == "adaptive_muon":
+            return "adamuon" if self.adaptive_muon_moment2_method == "adamuon" else "muon"
         return "momentum" if self.optimizer == "sgd" and self.sgd_momentum else self.optimizer
 
     def problems(self) -> Iterator[str]:
@@ -303,7 +343,7 @@ class OptimizerConfig:
     def _state_problems(self) -> Iterator[str]:
         """Yield an error message if the optimizer does not support bf16 states."""
         flags = ", ".join(f"--{name.replace('_', '-')}-dtype" for name in self.bf16_states)
-        if flags and self.optimizer not in ("adamw", "muon"):
+        if flags and not (self.is_muon or self.optimizer == "adamw"):
             got = f"got --optimizer {self.optimizer}"
             yield f"{flags} applies to AdamW only, {got}. Remove it, or use --optimizer adamw"
         elif flags and self.cpu_adam == "deepspeed":

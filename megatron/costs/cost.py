@@ -37,6 +37,7 @@ class Product:
 
     Args:
         is_column: the weight is column parallel, so the tensor ranks all-reduce the input gradient.
+        is_distributed: the matrices belong to experts that are distributed over the data x context ranks.
     """
 
     rows: int
@@ -44,6 +45,7 @@ class Product:
     columns: int
     count: float = 1.0
     is_column: bool = False
+    is_distributed: bool = False
 
     @property
     def flops(self) -> float:
@@ -407,6 +409,9 @@ class Costs(ABC):
         small_parameters = self.small_parameters(tensor, state.gradient)
         products = self.stage_matrices(bounds, stages, tensor, placement) if state.saved else [[]] * stages
         matrices = [sum(product.weights for product in stage_products) for stage_products in products]
+        distributed_matrices = [
+            sum(product.weights for product in stage_products if product.is_distributed) for stage_products in products
+        ]
         num_distributed = self.stage_distributed_parameters(bounds, tensor, stages, placement)
         estimates = []
         for stage, num_parameters in enumerate(self.stage_parameters(bounds, tensor, stages, placement)):
@@ -434,6 +439,7 @@ class Costs(ABC):
                 gathered,
                 matrices[stage],
                 num_distributed[stage],
+                distributed_matrices[stage],
                 self.expert_ranks,
             )
             if checkpoint_activations:

@@ -13,7 +13,8 @@ from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 #
 # With AdamW, 16-bit weights take 18 bytes per parameter, including fp32 main params, gradients and moments. In total,
 # fp32 weights take 16 bytes and fp64 weights 32. SGD has no moments. Muon has one momentum for layer matrices (14
-# bytes instead of 18) and AdamW's states for other weights. Adafactor's means of rows and columns are small and not
+# bytes instead of 18) and AdamW's states for other weights. Adaptive Muon has a second moment per element too
+# (adamuon), or one per row or column (normuon, not counted). Adafactor's means of rows and columns are small and not
 # counted. An AdamW state in bf16 takes 2 bytes instead of 4. With AdamW and ZeRO over d replicas:
 #
 # | bytes per parameter | 16 bits | fp32 |
@@ -93,7 +94,8 @@ NO_ZERO = Zero()
 class State:
     """Bytes per parameter: ``width`` (weight), ``gradient``, and ``optimizer`` (main param and optimizer states).
 
-    With Muon, the optimizer state of layer matrices is ``saved`` bytes smaller.
+    With Muon, the optimizer state of layer matrices is ``saved`` bytes smaller. With adaptive Muon and bf16 moments of
+    AdamW, ``saved`` is negative.
     """
 
     width: int
@@ -113,6 +115,8 @@ class State:
         wide = max(width, 4)
         main_param = wide if width < 4 else 0
         moments = (2 - num_bf16_states) * wide + num_bf16_states * BYTES["bf16"]
+        if optimizer == "adamuon":
+            return cls(width, wide, main_param + moments, moments - 2 * wide)
         states = {"adamw": moments, "muon": moments, "momentum": wide}.get(optimizer, 0)
         return cls(width, wide, main_param + states, states - wide if optimizer == "muon" else 0)
 
@@ -125,6 +129,7 @@ class State:
         gathered: int = 0,
         matrices: int = 0,
         num_distributed: int = 0,
+        distributed_matrices: int = 0,
         ranks: int = 1,
     ) -> Memory:
         """Compute a rank's memory for ``parameters`` parameters, ``gathered`` of them gathered at the same time.
@@ -133,20 +138,26 @@ class State:
             matrices: parameters in layer matrices.
             num_distributed: parameters in experts that are distributed over ``ranks`` ranks and have
                 ``replicas / ranks`` copies.
+            distributed_matrices: parameters in matrices of these experts.
         """
         wide, is_sharded = max(self.width, 4), zero.stage == 3
 
         def shard_bytes(width: int, stage: int, saved: int = 0) -> int:
-            """Return this rank's bytes of a part with ``width`` bytes per parameter, sharded from ``stage`` on."""
+            """Return this rank's bytes of a part with ``width`` bytes per parameter, sharded from ``stage`` on.
+
+            Args:
+                saved: bytes by which ``width`` is smaller in layer matrices.
+            """
             share = zero.share(stage)
-            dense = -(-((parameters - num_distributed) * width - saved) // share)
-            return dense + -(-num_distributed * width * ranks // max(share, ranks))
+            dense = (parameters - num_distributed) * width - (matrices - distributed_matrices) * saved
+            distributed = num_distributed * width - distributed_matrices * saved
+            return -(-dense // share) + -(-distributed * ranks // max(share, ranks))
 
         weights, gradients = shard_bytes(self.width, 3), shard_bytes(self.gradient, 2)
         optimizer = self.optimizer
         if self.width == wide and zero.offload_optimizer != zero.offload_parameters:
             optimizer += wide  # on different devices, the weight cannot be its own main param
-        states = shard_bytes(optimizer, 1, matrices * self.saved)
+        states = shard_bytes(optimizer, 1, self.saved)
         is_gathered = is_sharded and (zero.replicas > 1 or zero.offload_parameters)
         on_host = (states if zero.offload_optimizer else 0) + (weights if zero.offload_parameters else 0)
         return Memory(

@@ -223,6 +223,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         """Return True if this rank saves the main param, or the frozen parameter, in a checkpoint."""
         return self.store.is_first_copy(parameter) and is_counted_in_norm(parameter, self.reducer.tensor_group.rank)
 
+    def owns_replicated_state(self, parameter: torch.nn.Parameter) -> bool:
+        """Return True if this rank saves a state of ``parameter`` that every rank with a shard of it holds in full."""
+        return self.store.group_of(parameter).rank == 0 and self.reducer.tensor_group.rank == 0
+
     def copy_main_params_to_parameters(self) -> None:
         """Round the main params into the parameters. Collective over replicas with ZeRO."""
         self.store.copy_to_parameters()

@@ -229,27 +229,21 @@ def _variants(planner: Planner, base_layout: Layout, fixed: Mapping[str, Any]) -
     for (schedule, chunks), recompute_choice, zero, sequence_parallel, ranks in product(
         orders, recompute, stages, sequence_options, experts
     ):
-        if ranks == 1 or zero <= max_zero_stage(base_layout):
-            yield replace(
-                base_layout,
-                schedule=schedule,
-                chunks=chunks,
-                recompute=recompute_choice,
-                zero_stage=zero,
-                sequence_parallel=sequence_parallel,
-                expert=ranks,
-            )
+        yield replace(
+            base_layout,
+            schedule=schedule,
+            chunks=chunks,
+            recompute=recompute_choice,
+            zero_stage=zero,
+            sequence_parallel=sequence_parallel,
+            expert=ranks,
+        )
 
 
 def expert_sizes(planner: Planner, layout: Layout) -> list[int]:
     """Return the possible expert-parallel sizes."""
     num_experts = planner.config.model.num_experts
     return [n for n in divisors(layout.data * layout.context) if num_experts % n == 0] if num_experts else [1]
-
-
-def max_zero_stage(layout: Layout) -> int:
-    """Return the highest ZeRO stage supported with expert parallelism."""
-    return 0 if layout.optimizer == "muon" else FULL_SHARDING_STAGE
 
 
 def _zero_stages(planner: Planner, base_layout: Layout) -> list[int]:
@@ -393,15 +387,12 @@ def changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
             f"--batch-size {micro} --gas {num_micro_batches}",
             replace(layout, micro_batch_size=micro, num_micro_batches=num_micro_batches),
         )
-    last = max_zero_stage(layout) if layout.expert > 1 else FULL_SHARDING_STAGE
     if layout.data > 1 and layout.optimizer != "adafactor":
-        for stage in range(layout.zero_stage + 1, last + 1):
+        for stage in range(layout.zero_stage + 1, FULL_SHARDING_STAGE + 1):
             yield f"--zero-stage {stage}", replace(layout, zero_stage=stage)
     for ranks in expert_sizes(planner, layout):
         if ranks > layout.expert:
-            redistributed = replace(
-                _with_zero_stage(layout, min(layout.zero_stage, max_zero_stage(layout))), expert=ranks
-            )
+            redistributed = replace(layout, expert=ranks)
             yield f"--expert-model-parallel-size {ranks}" + _lowering_flags(layout, redistributed), redistributed
     yield from _doubled_axes(planner, layout)
     lengths = planner.config.sequence_lengths

@@ -418,13 +418,18 @@ class CommunicationModel:
         sent = self._replica_traffic(layout, group, num_dense, state, backward_s)
         if num_expert:
             sent += self._expert_replica_traffic(layout, expert_group, num_expert, state, backward_s)
-        if layout.optimizer != "muon":
+        if layout.optimizer not in ("muon", "adamuon"):
             return sent, self._update(layout, num_dense, num_expert, state)
         matrices_of_stages = self.costs.stage_matrices(bounds, layout.pipe, placement=layout.placement.style)
         products = max(matrices_of_stages, key=lambda expert_group: sum(one.weights for one in expert_group))
         matrices = sum(product.weights for product in products) // layout.tensor
-        muon_messages, seconds = self._muon_update(layout, products, expert_group)
-        return sent + muon_messages, seconds + self._update(layout, num_dense, num_expert, state, matrices)
+        seconds = self._update(layout, num_dense, num_expert, state, matrices)
+        for is_distributed, replicas in ((False, group), (True, expert_group)):
+            owned = [product for product in products if product.is_distributed == is_distributed]
+            if owned:
+                muon_messages, newton_schulz_s = self._muon_update(layout, owned, replicas)
+                sent, seconds = sent + muon_messages, seconds + newton_schulz_s
+        return sent, seconds
 
     def _replica_traffic(
         self, layout: Layout, group: Group, num_parameters: int, state: State, backward_s: float
@@ -473,7 +478,7 @@ class CommunicationModel:
         count as one matrix, and so do gate and up. Matrices are sent to their owner and back with 2 bytes per element.
 
         Args:
-            data: group of the ranks that hold the same experts.
+            data: group of the ranks that hold the same matrices.
         """
         machine, owners = self.machine, layout.tensor * data.size
         dtype = "bf16" if "bf16" in machine.product_flops else layout.dtype

@@ -66,7 +66,7 @@ RULES = (
         "samples would be repeated or lost; --allow-data-change, --finetune (resume_order)",
     ),
     Rule(
-        "--optimizer", (), MUST_MATCH,
+        "--optimizer, --adaptive-muon-moment2-method", (), MUST_MATCH,
         "its moments would have another meaning; --no-load-optim, --load-weights-only, --finetune (check_fits)",
     ),
     Rule(
@@ -101,11 +101,14 @@ RULES = (
         "the current schedule applies from the checkpoint's number of updates (or their samples) on",
     ),
     Rule(
-        "--weight-decay, --weight-decay-by-name, --adam-*, --sgd-momentum, --muon-*, --clip-grad, --z-loss, "
+        "--weight-decay, --weight-decay-by-name, --adam-*, --sgd-momentum, --muon-*, --adaptive-muon-beta2, "
+        "--adaptive-muon-eps, --clip-grad, --z-loss, "
         "--qk-clip, --qk-clip-threshold, --qk-clip-alpha, --qk-clip-bound, --mtp-loss-scaling-factor, --loss-average",
         ("optimizer.weight_decay", "optimizer.weight_decay_by_name", "optimizer.adam_beta1", "optimizer.adam_beta2",
          "optimizer.adam_eps", "optimizer.clip_grad", "optimizer.muon_momentum", "optimizer.muon_nesterov",
-         "optimizer.muon_num_ns_steps", "optimizer.muon_scale_mode", "optimizer.muon_extra_scale_factor",
+         "optimizer.muon_num_ns_steps", "optimizer.muon_coefficient_type", "optimizer.muon_fp32_matmul_prec",
+         "optimizer.adaptive_muon_beta2", "optimizer.adaptive_muon_eps", "optimizer.muon_scale_mode",
+         "optimizer.muon_extra_scale_factor",
          "optimizer.muon_split_qkv", "optimizer.muon_split_qkv_heads", "optimizer.sgd_momentum", "model.z_loss",
          "model.mtp_loss_scaling_factor", "model.loss_average", "model.qk_clip", "model.qk_clip_threshold",
          "model.qk_clip_alpha", "model.qk_clip_bound"), WARNED,

@@ -21,6 +21,7 @@ from megatron.optim import (
     ParamInit,
     build_optimizer,
 )
+from megatron.optim.moment2 import AdaptiveArgs
 from megatron.optim.param_rates import RateTable
 from megatron.optim.weight_decay import WeightDecaySchedule
 from megatron.training import fused_kernels
@@ -53,7 +54,7 @@ def make_optimizer(
     named_rates = [(name, parameter, table.rate_of(name, parameter)) for name, parameter in named_parameters(module)]
     return build_optimizer(
         module.parameters(),
-        name=settings.optimizer,
+        name="muon" if settings.is_muon else settings.optimizer,
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         betas=(settings.adam_beta1, settings.adam_beta2),
@@ -95,7 +96,13 @@ def check_rate_patterns(config: Config, module: torch.nn.Module, world: World) -
 
 
 def _muon_args(settings: OptimizerConfig) -> MuonArgs:
-    return MuonArgs(**{field.name: getattr(settings, f"muon_{field.name}") for field in fields(MuonArgs)})
+    names = [field.name for field in fields(MuonArgs) if field.name != "adaptive"]
+    adaptive = None
+    if settings.optimizer == "adaptive_muon":
+        adaptive = AdaptiveArgs(
+            settings.adaptive_muon_moment2_method, settings.adaptive_muon_beta2, settings.adaptive_muon_eps
+        )
+    return MuonArgs(**{name: getattr(settings, f"muon_{name}") for name in names}, adaptive=adaptive)
 
 
 def _adam_constructor(config: Config) -> Callable[..., torch.optim.Optimizer] | None:

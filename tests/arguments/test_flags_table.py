@@ -86,7 +86,7 @@ REQUIRED_FLAGS = {
     "--sequence-parallel": ["--model-parallel-size", "2", "--num-attention-heads", "4"],
     **{
         flag: ["--optimizer", optimizer]
-        for optimizer in ("muon", "sgd")
+        for optimizer in ("muon", "adaptive_muon", "sgd")
         for option in options_of(OptimizerConfig)
         for flag in option.flags
         if option.name.startswith(f"{optimizer}_")

@@ -104,7 +104,8 @@ OBSERVED_FIELDS = {
     "optimizer": """
         optimizer weight_decay adam_beta1 adam_beta2 adam_eps clip_grad zero_stage offload_optimizer offload_parameters
         muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv
-        muon_split_qkv_heads sgd_momentum exp_avg_dtype exp_avg_sq_dtype
+        muon_split_qkv_heads muon_coefficient_type muon_fp32_matmul_prec adaptive_muon_moment2_method
+        adaptive_muon_beta2 adaptive_muon_eps sgd_momentum exp_avg_dtype exp_avg_sq_dtype
         cpu_adam no_pin_memory overlap_grad_reduce dtype loss_scale initial_scale_power loss_scale_window hysteresis
         min_scale fused_kernels reduce_bucket_size allgather_bucket_size gradient_accumulation_fusion
         stage3_prefetch_bucket_size

@@ -131,6 +131,7 @@ class Feature(NamedTuple):
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 FULL, SELECTIVE = "--checkpoint-activations", "--recompute-granularity selective"
 FUSION = "--gradient-accumulation-fusion"
+NORMUON = "--optimizer adaptive_muon --adaptive-muon-moment2-method normuon"
 FEATURES = {
     "experts ep 1, selective recompute, fusion": Feature(
         "llama", f"{EXPERTS} --moe-expert-capacity-factor 1.25 --zero-stage 0 {SELECTIVE} {FUSION}", is_short=True
@@ -173,6 +174,9 @@ FEATURES = {
     "experts ep 2, Muon": Feature(
         "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 0 --optimizer muon"
     ),
+    "experts ep 2, NorMuon": Feature(
+        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 1 {NORMUON}"
+    ),
     "context": Feature("gpt2", "--zero-stage 1 --attention-dropout 0", context=2),
     "context, attention dropout": Feature("gpt2", "--zero-stage 1 --attention-dropout 0.1", context=2),
     "context, attention dropout, selective recompute": Feature(
@@ -187,6 +191,7 @@ FEATURES = {
     "context, documents": Feature("llama", "--zero-stage 1 --reset-attention-mask", context=2),
     "context, selective recompute": Feature("llama", f"--zero-stage 3 {SELECTIVE}", context=2),
     "Muon": Feature("gpt2", "--optimizer muon --zero-stage 0"),
+    "AdaMuon": Feature("gpt2", "--optimizer adaptive_muon --muon-coefficient-type polar_express --zero-stage 1"),
     "Muon, tensor": Feature("llama", "--optimizer muon --zero-stage 2", tensor=2),
     "Muon, stages, fp16": Feature("gpt2", "--fp16 --optimizer muon --zero-stage 1", pipe=2),
     "fusion": Feature("llama", f"--zero-stage 0 {FUSION}"),
