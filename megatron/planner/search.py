@@ -392,8 +392,7 @@ def changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
             yield f"--zero-stage {stage}", replace(layout, zero_stage=stage)
     for ranks in expert_sizes(planner, layout):
         if ranks > layout.expert:
-            redistributed = replace(layout, expert=ranks)
-            yield f"--expert-model-parallel-size {ranks}" + _lowering_flags(layout, redistributed), redistributed
+            yield f"--expert-model-parallel-size {ranks}", replace(layout, expert=ranks)
     yield from _doubled_axes(planner, layout)
     lengths = planner.config.sequence_lengths
     if layout.tensor > 1 and not layout.sequence_parallel and all(n % layout.tensor == 0 for n in lengths):

@@ -45,6 +45,7 @@ class ReduceScatterGradReducer(GradReducer):
     """
 
     reduces_in_backward = True
+    reduces_experts_in_backward = True
 
     def __init__(
         self, store: ParamStore, model: Group = SINGLE, tensor: Group = SINGLE, *, has_pipeline: bool = False

@@ -36,17 +36,19 @@ class GradReducer:
 
     Attributes:
         reduces_in_backward: True if ``end_micro_batch`` and backward reduce gradients, so that an engine must not.
+        reduces_experts_in_backward: True if they also reduce the gradients of distributed experts.
         fused_params: parameters to whose gradients a fused layer has added a product (``add_product``).
     """
 
     reduces_in_backward = False
+    reduces_experts_in_backward = False
 
     def __init__(self, store: ParamStore, model: Group = SINGLE, tensor: Group = SINGLE) -> None:
         self.fused_params: set[torch.nn.Parameter] = set()
         self.model_group, self.tensor_group = model, tensor
         self._store = store
         self._sum_groups = [SumGroup(tensor, is_partial)]
-        if not self.reduces_in_backward:
+        if not self.reduces_experts_in_backward:
             self._sum_groups.append(SumGroup(store.expert_group, is_reduced_by_optimizer))
         self._are_groups_summed = False
 
