@@ -368,7 +368,11 @@ def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     if sharded and replicas > 1:
         names = ", ".join(sharded[:-1]) + (" and " if len(sharded) > 1 else "") + sharded[-1]
         num_ranks = config.parallel.expert_model_parallel_size if config.model.num_experts else 1
-        experts_text = f"; {replicas // num_ranks} replicas share the states of each expert" if num_ranks > 1 else ""
+        expert_replicas = replicas // num_ranks
+        experts_text = f"; {expert_replicas} replicas share those of each expert" if num_ranks > 1 else ""
+        experts_text = (
+            "; each expert is on one replica, which shards nothing of it" if expert_replicas == 1 else experts_text
+        )
         yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {names}{experts_text}"
     states = f"main params and optimizer states, updated there by {settings.cpu_adam}'s AdamW"
     if settings.is_muon:

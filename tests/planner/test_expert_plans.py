@@ -209,7 +209,7 @@ def test_expert_flags_reach_layout_and_start_table() -> None:
     rows = dict(plan_rows(parsed, Topology.from_world_size(4, 1, 1, 1, 2), [0, 7], "fp32"))
     total, active = (human_count(count) for count in (costs.num_parameters, costs.num_active_parameters))
     assert rows["model"].startswith(f"{total} parameters in total, {active} active: 4 layers")
-    assert rows["ZeRO"].endswith("main params and optimizer states; 2 replicas share the states of each expert")
+    assert rows["ZeRO"].endswith("main params and optimizer states; 2 replicas share those of each expert")
     assert "memory assumes an even load" in rows["experts"]
     assert Planner(parsed, H100).estimate(layout).traffic[EXPERT] != Traffic()
 

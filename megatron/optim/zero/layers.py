@@ -62,8 +62,8 @@ def _should_split(layer: nn.Module) -> bool:
 
 
 def is_stage(module: nn.Module) -> bool:
-    """Return True if ``module`` is a pipeline stage (``tds.PipelineModule``), which calls its layers in turn."""
-    return hasattr(module, "forward_funcs")
+    """Return True if ``module`` is a ``tds.PipelineModule``, which lists the layers that it calls in turn."""
+    return hasattr(module, "layers_of")
 
 
 def called_layers(module: nn.Module, weights: Iterable[nn.Parameter]) -> dict[nn.Module, list[nn.Parameter]]:
@@ -72,10 +72,10 @@ def called_layers(module: nn.Module, weights: Iterable[nn.Parameter]) -> dict[nn
     On a pipeline stage, the layers are those that the stage calls in turn. Weights that a layer reads without
     containing them (``kept_weights``) may belong to a layer of another chunk.
     """
-    if not is_stage(module):
+    functions: Any = getattr(module, "forward_funcs", None)
+    if functions is None:
         return layers_of(module, weights)
     owners: dict[nn.Parameter, list[nn.Module]] = {weight: [] for weight in weights}
-    functions: Any = module.forward_funcs
     layers = [function for function in dict.fromkeys(functions) if isinstance(function, nn.Module)]
     for layer in layers:
         for weight in layer.parameters():
