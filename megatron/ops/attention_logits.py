@@ -20,6 +20,8 @@ from megatron.ops.attention import mask_value
 
 TILE_CPU, TILE_DEVICE = 64, 256
 """Number of queries whose scores are computed at a time."""
+ALIGNMENT = 64
+"""Keys that are multiplied start at a multiple of this, as fast kernels require."""
 MAX_SCORES_CPU, MAX_SCORES_DEVICE = 2**19, 2**25
 """Number of scores computed at a time; on a CPU small enough to stay in its caches."""
 
@@ -118,7 +120,7 @@ def _key_range(
     start = max(0, first + tile.start - window) if window else 0
     if starts is not None and starts.device.type == "cpu":  # a device would have to be waited for
         start = max(start, int(starts[tile].min()))
-    return slice(start, first + tile.stop)
+    return slice(start // ALIGNMENT * ALIGNMENT, first + tile.stop)
 
 
 def _widen(x: torch.Tensor) -> torch.Tensor:

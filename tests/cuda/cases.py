@@ -199,6 +199,20 @@ FEATURES = {
     "fusion, stages, split backward": Feature(
         "llama", f"--zero-stage 1 --pipeline-schedule zb-h1 {FUSION}", pipe=2
     ),
+    "QK-clip, context, full recompute": Feature(
+        "llama", f"--zero-stage 1 --qk-clip --qk-clip-threshold 1e-3 {FULL}", context=2
+    ),
+    "QK-clip, tensor, stages, documents": Feature(
+        "llama", "--zero-stage 1 --qk-clip --qk-clip-threshold 1e-3 --reset-attention-mask", 2, 2
+    ),
+    "QK-clip by a bound, all-to-all, fp16": Feature(
+        "llama", "--fp16 --zero-stage 2 --qk-clip --qk-clip-bound --cp-comm-type a2a", context=2
+    ),
+    "QK-clip, latents, ZeRO 3": Feature(
+        "llama", "--zero-stage 3 --qk-clip --qk-clip-threshold 1e-3 --multi-latent-attention --v-head-dim 16 "
+        "--qk-head-dim 8 --qk-pos-emb-head-dim 8"
+    ),
+    "QK-clip, Muon": Feature("gpt2", "--zero-stage 0 --optimizer muon --qk-clip --qk-clip-threshold 1e-3"),
     "full recompute": Feature("llama", f"--zero-stage 1 {FULL}", tensor=2),
     "full recompute, stages": Feature("gpt2", f"--zero-stage 1 {FULL}", pipe=2),
     "full recompute, ZeRO 3": Feature("llama", f"--zero-stage 3 {FULL}"),

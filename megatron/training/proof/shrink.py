@@ -42,6 +42,7 @@ NUM_STEPS = 2
 MIN_SEQ_LENGTH = 16
 WINDOW = 5
 MAX_FACTOR_OF_DOCUMENTS = 4  # positions with the same attention temperature
+MAX_LOGIT = 0.3  # threshold of QK-clip, which most heads of the small model exceed
 DECODER_VOCABULARY, VOCABULARY = 61, 211  # primes, which every tensor size has to pad; the larger one holds sentinels
 
 
@@ -272,6 +273,7 @@ def _shrink_model(config: Config, parallel: ParallelConfig, seq_length: int) -> 
         mup_base_hidden_size=_base_size(model.mup_base_hidden_size, model.hidden_size, hidden),
         dim_model_base=_base_size(model.dim_model_base, model.hidden_size, hidden),
         mtp_num_layers=min(model.mtp_num_layers, 2),
+        qk_clip_threshold=min(model.qk_clip_threshold, MAX_LOGIT),
         attention_temperature_floor=min(model.attention_temperature_floor, MAX_FACTOR_OF_DOCUMENTS),
         **latents,
         **_shrink_recurrent(model, unit),

@@ -12,7 +12,8 @@ from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.qk_clip import AttentionLogits
 from megatron.mpu.groups import single_grid
-from megatron.optim import MixedPrecisionOptimizer
+from megatron.optim import GradScaler, MixedPrecisionOptimizer
+from megatron.optim.step_policy import StepPolicy
 from tests.helpers.model_samples import fill_weights
 from tests.helpers.plain_decoder import recorded_maxima, reference_logits
 from tests.models.common.test_features import FEATURES, FULL_MODELS, LATENT, MODEL_FIELDS, ROPE, make_batch
@@ -33,6 +34,9 @@ MEASURED = {
         for name in ("DeepSeek-V2", "DeepSeek-V2, long values", "Ling 3", "muP", "gpt-oss", "AFMoE", "MiMo-V2-Flash")
     },
 }  # fmt: skip
+QUICK_MEASURED = (
+    "groups", "alibi and a window", "capped scores", "temperature", "sinks by window", "output gate", "Ling 3",
+)  # fmt: skip
 CLIPPED: dict[str, dict[str, Any]] = {
     "plain": {},
     "grouped, with biases": {**FEATURES["groups"], "hidden_bias": True},
@@ -47,14 +51,17 @@ CLIPPED: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(changes: dict[str, Any], **switches: Any) -> tuple[DecoderModel, MixedPrecisionOptimizer, Any]:
+def make_model(
+    changes: dict[str, Any], dtype: torch.dtype = torch.float64, **switches: Any
+) -> tuple[DecoderModel, MixedPrecisionOptimizer, Any]:
     """Return a model, an optimizer with a learning rate of 0, and its attention logits."""
     args = ModelArgs(**{**MODEL_FIELDS, **changes, **switches})
     model = fill_weights(DecoderModel(args).double())
     optimizer = MixedPrecisionOptimizer(
-        [{"params": list(model.parameters())}], lambda groups: torch.optim.SGD(groups, lr=0.0), dtype=torch.float64
+        [{"params": list(model.parameters())}], lambda groups: torch.optim.SGD(groups, lr=0.0), dtype=dtype
     )
-    logits = AttentionLogits(model, args, single_grid(), optimizer.store, CPU, torch.float64)
+    logits_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    logits = AttentionLogits(model, args, single_grid(), optimizer.store, CPU, logits_dtype)
     optimizer.after_update = logits.clip if logits.clips else None
     return model, optimizer, logits
 
@@ -72,9 +79,11 @@ def measure(model: DecoderModel, logits: AttentionLogits, *, has_documents: bool
     return logits.table.clone()
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK_MEASURED else pytest.mark.slow) for name in MEASURED]
+)
 def test_maxima_match_matrices_of_logits(name: str) -> None:
-    for has_documents in (False, True):
+    for has_documents in (True,) if name in QUICK_MEASURED else (False, True):
         model, _, logits = make_model(MEASURED[name], log_max_attention_logit=True)
         maxima = measure(model, logits, has_documents=has_documents)
         tokens, positions, ids, _ = make_batch(has_documents)
@@ -155,6 +164,38 @@ def test_logits_that_are_not_positive_and_finite_clip_nothing(logit: float) -> N
     optimizer.finish_gradient_sums()
     optimizer.step()
     assert torch.equal(model.layers[0].attention.query_key_value.weight, before)
+
+
+@pytest.mark.parametrize("is_overflow", [False, True])
+def test_skipped_step_does_not_clip(is_overflow: bool) -> None:
+    model, optimizer, logits = make_model({"num_layers": 1}, qk_clip=True, qk_clip_threshold=1e-3)
+    weight = model.layers[0].attention.query_key_value.weight
+    before = weight.detach().clone()
+    measure(model, logits, has_documents=False)
+    if is_overflow:
+        optimizer.policy = StepPolicy(GradScaler(scale=16.0, is_dynamic=True))
+        weight.grad.fill_(torch.inf)
+    else:
+        optimizer.policy.accepts_step = lambda norm: False
+    optimizer.step()
+    assert (optimizer.overflow, optimizer.was_rejected) == (is_overflow, not is_overflow)
+    assert torch.equal(weight, before)
+    optimizer.policy.accepts_step = None
+    maxima = measure(model, logits, has_documents=False)
+    assert maxima.max() > 1e-3, "logits of the skipped step were forgotten, those of this step are measured"
+    optimizer.step()
+    assert not torch.equal(weight, before)
+
+
+def test_16_bit_weights_are_the_rounded_main_params() -> None:
+    model, optimizer, logits = make_model(ROPE, torch.bfloat16, qk_clip=True, qk_clip_threshold=1e-3)
+    weight = model.layers[1].attention.query_key_value.weight
+    before = optimizer.main_param_of(weight).detach().clone()
+    measure(model, logits, has_documents=False)
+    optimizer.step()
+    main_param = optimizer.main_param_of(weight)
+    assert main_param.dtype == torch.float32 and not torch.equal(main_param, before)
+    assert torch.equal(weight, main_param.bfloat16())
 
 
 def test_bound_clips_at_least_as_much() -> None:
