@@ -23,8 +23,14 @@ def parse_line(words: str) -> Config:
         ("--qk-clip --qk-norm head", "--qk-clip has no effect with --qk-norm head, which undoes any scaling"),
         ("--qk-clip --qk-l2-norm", "--qk-clip has no effect with --qk-norm l2"),
         ("--qk-clip --clip-qkv 8", "--qk-clip does not support --clip-qkv 8: scaled weights do not scale clamped"),
-        ("--qk-clip --hybrid-layer-pattern M-M-", "--qk-clip needs softmax attention, got no layer with it"),
-        ("--log-max-attention-logit --hybrid-layer-pattern M-M-", "--log-max-attention-logit needs softmax attention"),
+        (
+            "--qk-clip --hybrid-layer-pattern M-M- --mamba-num-groups 1",
+            "--qk-clip needs softmax attention, got no layer with it",
+        ),
+        (
+            "--log-max-attention-logit --hybrid-layer-pattern M-M- --mamba-num-groups 1",
+            "--log-max-attention-logit needs softmax attention",
+        ),
         ("--qk-clip --qk-clip-threshold 0", "--qk-clip-threshold must be a finite number of more than 0"),
         ("--qk-clip --qk-clip-alpha 1", "--qk-clip-alpha must be a finite number of more than 0 and less than 1"),
         ("--log-max-attention-logit --eval-only", "--log-max-attention-logit"),
@@ -41,7 +47,7 @@ def test_unsupported_setting_is_an_error(words: str, message: str) -> None:
     [
         "--log-max-attention-logit --qk-norm head --clip-qkv 8",
         "--qk-clip --multi-latent-attention --position-embedding-type rope --qk-layernorm",  # norms of latents
-        "--qk-clip --hybrid-layer-pattern M*--",
+        "--qk-clip --hybrid-layer-pattern M*-- --mamba-num-groups 1",
     ],
 )
 def test_logits_that_can_be_measured_or_clipped_are_accepted(words: str) -> None:
