@@ -384,7 +384,7 @@ class ParamUnits:
             f"ZeRO 3 gathers {len(unit_bytes)} units, the largest with {max(unit_bytes) / total:.0%} of the "
             f"weights: {largest}"
         )
-        if max(unit_bytes) > LARGE_UNIT_FRACTION * total:
+        if max(unit_bytes) > LARGE_UNIT_FRACTION * total and not self._is_stage:
             log.warn_once(f"{message}. They are gathered at once: put layers in a ModuleList to gather them one by one")
         else:
             log.info(message)
