@@ -136,21 +136,6 @@ def compiled_flex_attention(backend: str | Callable[..., Any] = "inductor") -> C
     return compiled
 
 
-# A private function of torch: the orthogonalization in ``torch.optim.Muon``. Muon's public step only supports one full
-# matrix per parameter on one rank. tests/test_torch_compat.py compares ``newton_schulz`` with that step.
-
-
-def newton_schulz(update: torch.Tensor, steps: int = 5) -> torch.Tensor:
-    """Orthogonalize ``update`` [m, n] approximately, in bf16 with torch's coefficients; may overwrite ``update``.
-
-    Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
-    """
-    from torch.optim import _muon
-
-    coefficients = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C)
-    return _muon._zeropower_via_newtonschulz(update, coefficients, steps, _muon.EPS)
-
-
 def load_cpp(source: str, flags: Sequence[str]) -> Any:
     """Compile a C++ program with ``flags``, without torch's own vector flags, and load it as a library.
 

@@ -13,7 +13,7 @@ could be sent incomplete. This raises an error if its bucket has already started
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -157,13 +157,17 @@ class AgreedOrder(BucketSchedule):
         group: process group of the replicas.
         bucket_numel_of: returns the maximum elements per bucket on a device, or None to limit its bytes by
             ``BUCKET_BYTES``.
+        key_of: returns a key that the parameters of a bucket share, in addition to their dtype.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, bucket_numel_of: Callable[[torch.device], int | None] = lambda place: None
+        self,
+        group: dist.ProcessGroup,
+        bucket_numel_of: Callable[[torch.device], int | None] = lambda device: None,
+        key_of: Callable[[torch.Tensor], Hashable] = lambda parameter: None,
     ) -> None:
         super().__init__()
-        self._bucket_numel_of = bucket_numel_of
+        self._bucket_numel_of, self._key_of = bucket_numel_of, key_of
         self._parameters: list[torch.nn.Parameter] = []
         self._group = group
         self._initial_buckets: list[Bucket] = []
@@ -227,12 +231,14 @@ class AgreedOrder(BucketSchedule):
     def _make_buckets(self) -> Iterator[Bucket]:
         """Yield buckets for 32-bit or 64-bit gradients; on a CPU, they equal those in ``reduce_gradients``."""
         parameters = self._parameters
+
+        def key(parameter: torch.nn.Parameter) -> Hashable:
+            return accurate_dtype(parameter.dtype), self._key_of(parameter)
+
         num_elements = self._bucket_numel_of(parameters[0].device) if parameters else None
         if num_elements is not None:
-            return make_buckets(parameters, torch.Tensor.numel, lambda p: accurate_dtype(p.dtype), num_elements)
-        return make_buckets(
-            parameters, lambda p: p.numel() * accurate_dtype(p.dtype).itemsize, lambda p: accurate_dtype(p.dtype)
-        )
+            return make_buckets(parameters, torch.Tensor.numel, key, num_elements)
+        return make_buckets(parameters, lambda p: p.numel() * accurate_dtype(p.dtype).itemsize, key)
 
 
 class BucketReducer:
@@ -246,7 +252,12 @@ class BucketReducer:
         starts_early: start all-reduces during the last backward. Otherwise all start after it, with equal results.
         error_hint: advice in the error for a gradient that arrives after its all-reduce has started.
         scatter: starts a bucket's reduce-scatter; None: all-reduce the gradients.
+
+    Attributes:
+        reduces_every_backward: False; ``tds.micro_batch_reducer`` has the subclass for which it is True.
     """
+
+    reduces_every_backward = False
 
     def __init__(
         self,
@@ -322,6 +333,9 @@ class BucketReducer:
         for parameter in self.order.chunk_parameters(chunk):
             if parameter not in excluded_set:
                 self.mark_ready(parameter)
+
+    def end_backward(self) -> None:
+        """Complete a chunk's last backward of the step, after ``register_chunk_ready``."""
 
     def start_remaining(self) -> None:
         """Start the remaining buckets, except the late ones. Collective.

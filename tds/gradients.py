@@ -5,7 +5,7 @@ DeepSpeed's functions are not used because they do not support fp64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
@@ -38,6 +38,10 @@ class GradientSource(Protocol):
     A source may have ``use_buckets(order)``, which the engine calls once with its ``BucketSchedule``. The source then
     stores gradients in those buckets, so that they are all-reduced in place. It returns a function that starts a
     bucket's reduce-scatter, or None if the engine is to all-reduce each bucket.
+
+    A source that stores only its shards of the gradients has a ``backward_reduction``
+    (``tds.micro_batch_reducer.BackwardReduction``), which the engine starts in every backward. ``use_buckets`` is then
+    not called.
 
     Attributes:
         accumulates_in_hooks: the parameters' hooks store gradients before ``after_backward``, so that all-reduces may
@@ -83,25 +87,26 @@ class GradientSource(Protocol):
 def make_buckets(
     items: Iterable[T],
     num_bytes: Callable[[T], int] = attrgetter("nbytes"),
-    dtype_of: Callable[[T], torch.dtype] = attrgetter("dtype"),
+    key_of: Callable[[T], Hashable] = attrgetter("dtype"),
     limit: int | None = None,
 ) -> Iterator[list[T]]:
-    """Yield ``items`` in buckets with one dtype and at most ``limit`` bytes or one item; empty items are skipped.
+    """Yield ``items`` in buckets with one key and at most ``limit`` bytes or one item; empty items are skipped.
 
     Args:
         items: tensors, or objects that represent tensors to be sent.
-        num_bytes, dtype_of: return the size and the dtype in which an item is sent.
+        num_bytes: returns the size of an item.
+        key_of: returns the dtype in which an item is sent, or another key that the items of a bucket share.
         limit: maximum bucket size (default ``BUCKET_BYTES``).
     """
     limit = BUCKET_BYTES if limit is None else limit
-    by_dtype: dict[torch.dtype, list[T]] = {}
+    by_key: dict[Hashable, list[T]] = {}
     for item in items:
         if num_bytes(item):
-            by_dtype.setdefault(dtype_of(item), []).append(item)
-    for same_dtype in by_dtype.values():
+            by_key.setdefault(key_of(item), []).append(item)
+    for same_key in by_key.values():
         bucket: list[T] = []
         size = 0
-        for item in same_dtype:
+        for item in same_key:
             if bucket and size + num_bytes(item) > limit:
                 yield bucket
                 bucket, size = [], 0

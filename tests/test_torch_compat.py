@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.torch_compat import all_gather_single, load_cpp, newton_schulz, reduce_scatter_single
+from megatron.torch_compat import all_gather_single, load_cpp, reduce_scatter_single
 from tests.helpers.harness import run_ranks
 
 NAMES = ("all_gather_single", "reduce_scatter_single")
@@ -63,17 +63,3 @@ def test_load_cpp_disables_vector_isa(is_older: bool, monkeypatch: pytest.Monkey
     assert source == "int x;" and kwargs.pop("extra_flags") == ["-O1"]
     assert kwargs == {"needs_vec_isa": False} or (kwargs == {} and is_isa_disabled)
     assert not (is_older and kwargs)
-
-
-@pytest.mark.parametrize(("shape", "steps"), [((24, 8), 5), ((8, 24), 5), ((8, 8), 2)])
-def test_private_newton_schulz_equals_torch_muon_update(shape: tuple[int, int], steps: int) -> None:
-    """The contract of the one private name: a first step without momentum, decay and scale is minus its result."""
-    gradient = torch.randn(shape, dtype=torch.float64)
-    weight = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
-    weight.grad = gradient.clone()
-    settings = {"lr": 1.0, "momentum": 0.0, "nesterov": False, "weight_decay": 0.0, "ns_steps": steps}
-    torch.optim.Muon([weight], adjust_lr_fn="original", **settings).step()
-    orthogonalized = newton_schulz(gradient.clone(), steps)
-    assert orthogonalized.dtype == torch.bfloat16
-    assert torch.equal(newton_schulz(gradient.bfloat16(), steps), orthogonalized), "it begins by rounding to bf16"
-    assert torch.equal(weight.detach(), -(max(1, shape[0] / shape[1]) ** 0.5) * orthogonalized.double())

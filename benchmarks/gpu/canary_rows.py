@@ -455,15 +455,14 @@ def fused_adamw(device: torch.device) -> str:
 @row("Newton-Schulz of Muon in bf16")
 def newton_schulz_row(device: torch.device) -> str:
     """The update of a matrix, against the same steps in fp64, and its singular values."""
-    from torch.optim import _muon
-
-    from megatron.torch_compat import newton_schulz
+    from megatron.config.newton_schulz import step_coefficients
+    from megatron.optim.newton_schulz import newton_schulz
 
     update = random(0, 96, 64, dtype=BF16)
-    actual = newton_schulz(update.to(device, BF16), 5)
+    coefficients = step_coefficients("simple", 5)
+    actual = newton_schulz(update.to(device, BF16), coefficients)
     x = (update / update.norm()).t()
-    a, b, c = _muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C
-    for _ in range(5):
+    for a, b, c in coefficients:
         gram = x @ x.t()
         x = a * x + (b * gram + c * gram @ gram) @ x
     values = torch.linalg.svdvals(actual.double().cpu())

@@ -267,6 +267,8 @@ LAYOUTS = {
     "gpt2 fp64 cp 2": CONTEXT,
     "llama fp64 dp 2 x ep 2": f"{DATA} {EXPERT}",
     "gpt2 fp64 tp 2 x pp 2 x dp 2": f"{TENSOR} {PIPE} {DATA}",
+    "gpt2 fp64 pp 2 x dp 2, zb-h1, ZeRO 3": f"{PIPE} {DATA} --pipeline-schedule zb-h1 --zero-stage 3",
+    "llama fp64 dp 4 x ep 2, ZeRO 3": f"--data-parallel-size 4 {EXPERT} --zero-stage 3",
 }
 """Name of a case, which starts with its model and number format -> flags of the layout."""
 ALL_GPUS = {"tp": "--model-parallel-size", "pp": "--pipe-parallel-size", "dp": "--data-parallel-size"}

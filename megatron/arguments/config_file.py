@@ -516,7 +516,7 @@ def _decays_over_full_run(
         length = values.get("enc_seq_length") or batch.get("seq_length") or 1
         return is_only_length and by_samples and bool(decay == limits["--train-tokens"] / length)
     steps, size = batch.get("train_iters"), batch.get("batch_size")
-    if not steps or not size or batch.get("rampup_batch_size") is not None:
+    if not steps or not size or (batch.get("rampup_batch_size") or batch.get("step_batch_size_schedule")) is not None:
         return False
     return bool(saved.get("optimizer", {}).get("lr_decay_iters") == steps and decay % (steps * size) == 0)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.arguments.scan import Scan
 from megatron.config.batch import BatchConfig
+from megatron.config.batch_rampup import SCHEDULE_FLAG, schedule_entries
 from megatron.config.layer_types import PIPELINE_BOUND, parse_pattern
 from megatron.config.model import ModelConfig
 from megatron.config.pipeline_layout import FLAG as LAYOUT_FLAG
@@ -40,6 +41,8 @@ def resolve_batch_size(
         explicit: field -> value of flags and JSON.
         defaults: field -> value of the sources of defaults.
     """
+    derived = _last_scheduled_size(scanned, {**defaults, **explicit}) if GLOBAL_BATCH_FIELD not in explicit else {}
+    explicit = {**explicit, **derived}
     merged = {**defaults, **explicit}
     total, t, p = (
         merged.get(GLOBAL_BATCH_FIELD),
@@ -84,6 +87,22 @@ def resolve_batch_size(
             f"{samples // size} instead of {default_pair[0]} x {default_pair[1]}; set one of the two to change this"
         )
     return {"batch_size": size, "gas": samples // size}
+
+
+def _last_scheduled_size(scanned: Scan, values: Mapping[str, Any]) -> dict[str, int]:
+    """Return the global batch of --step-batch-size-schedule as field -> value, as if a flag had set it.
+
+    Invalid schedules are reported by the checks of the configuration.
+    """
+    text = values.get("step_batch_size_schedule")
+    try:
+        size = 0 if text is None else schedule_entries(text)[-1][1]
+    except ValueError:
+        return {}
+    if not size:
+        return {}
+    scanned.values[GLOBAL_BATCH_FIELD], scanned.spelling[GLOBAL_BATCH_FIELD] = size, f"{SCHEDULE_FLAG} {text}"
+    return {GLOBAL_BATCH_FIELD: size}
 
 
 def _disagreement(scanned: Scan, total: int, micro: int, gas: int, d: int, replicas: str) -> str:

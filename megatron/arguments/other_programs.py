@@ -47,7 +47,8 @@ MEGATRON: Mapping[str, Any] = MappingProxyType(
 )
 """Field -> default of Megatron's programs that differs from ours."""
 _SGD_AND_MUON = {
-    "sgd_momentum": 0.9, "muon_momentum": 0.9, "muon_nesterov": False, "muon_scale_mode": "spectral"
+    "sgd_momentum": 0.9, "muon_momentum": 0.9, "muon_nesterov": False, "muon_scale_mode": "spectral",
+    "muon_coefficient_type": "quintic", "muon_fp32_matmul_prec": "medium",
 }  # fmt: skip
 GPT: Mapping[str, Any] = MappingProxyType({**MEGATRON, **_SGD_AND_MUON, "hidden_bias": True})
 _WORDPIECE = {"tokenizer_type": "BertWordPieceLowerCase", "layernorm_epsilon": 1e-5}

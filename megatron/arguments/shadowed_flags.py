@@ -101,6 +101,12 @@ SHADOWS = (
         lambda config: _has_warmup_length(config) or config.optimizer.lr_follows_samples,
         "the warm-up is not a fraction of steps",
     ),
+    Shadow(("lr_warmup_init",), lambda config: config.optimizer.warmup_length == 0, "the learning rate has no warm-up"),
+    Shadow(
+        ("weight_decay",),
+        lambda config: config.optimizer.weight_decay_incr_style != "constant",
+        "the weight decay follows --start-weight-decay and --end-weight-decay",
+    ),
     Shadow(
         ("wsd_decay_fraction",),
         lambda config: config.optimizer.lr_decay_style == "wsd" and _has_wsd_length(config),
@@ -118,14 +124,14 @@ SHADOWS = (
     ),
     Shadow(
         ("lr_decay_samples",),
-        lambda config: _has_no_decay_length(config) and config.batch.rampup_batch_size is None,
+        lambda config: _has_no_decay_length(config) and not config.batch.has_growing_batch,
         "--lr-decay-style has no decay length, and the warm-up does not depend on it",
     ),
     Shadow(("min_lr",), lambda config: config.optimizer.lr_decay_style == "constant", "--lr-decay-style is constant"),
     # optimizer
     Shadow(
         ("exp_avg_dtype", "exp_avg_sq_dtype", "cpu_adam"),
-        lambda config: config.optimizer.optimizer not in ("adamw", "muon"),
+        lambda config: not (config.optimizer.optimizer == "adamw" or config.optimizer.is_muon),
         "--optimizer is not AdamW",
     ),
     Shadow(
@@ -214,6 +220,16 @@ SHADOWS = (
         ("qk_norm",),
         lambda config: config.model.multi_latent_attention and config.model.qk_norm == "none",
         "with --multi-latent-attention, the latents always have norms",
+    ),
+    Shadow(
+        ("qk_clip_threshold", "qk_clip_alpha"),
+        lambda config: not config.model.qk_clip,
+        "query and key weights are not clipped (--qk-clip)",
+    ),
+    Shadow(
+        ("qk_clip_bound",),
+        lambda config: not config.model.measures_logits,
+        "attention logits are not measured (--qk-clip, --log-max-attention-logit)",
     ),
     # recurrent layers
     Shadow(

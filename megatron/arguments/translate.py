@@ -31,7 +31,7 @@ from megatron.arguments.scan import Scan
 from megatron.arguments.unused_flags import TRAINING_ONLY
 from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths, with_weights
 from megatron.config.batch import BatchConfig
-from megatron.config.batch_rampup import BatchSizes, parse_rampup
+from megatron.config.batch_rampup import BatchSizes, parse_rampup, parse_schedule
 from megatron.config.data import MOCK_DATA, SPLIT_PATH_FIELDS, TOKENIZERS
 from megatron.config.logging import DEFAULT_PROFILE_STEPS
 from megatron.config.model import ModelConfig
@@ -174,6 +174,8 @@ DEFERRED_CONVERSIONS = (
 """Conversions that depend on other flags or on sizes. They are defined below, except for ``require_checkpoint`` in
 ``other_programs`` and ``checkpoint_schedule`` in ``checkpoint.checkpoint_args``.
 """
+OPTIMIZER_FLAGS = {"muon": ("muon", "adaptive_muon"), "adaptive_muon": ("adaptive_muon",), "sgd": ("sgd",)}
+"""Prefix of optimizer settings -> the optimizers that use them."""
 CHECKPOINT_SCHEDULE = tuple(
     f"--use-checkpoint-{name}" for name in ("lr-scheduler", "opt-param-scheduler", "opt_param-scheduler")
 )
@@ -362,8 +364,10 @@ def _batch_sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | Non
     micro, gas = values.get("batch_size", defaults.batch_size), values.get("gas", defaults.gas)
     batch = BatchConfig(batch_size=micro, gas=gas, requested_global_batch_size=values.get(GLOBAL_BATCH_FIELD) or 0)
     full = batch.global_batch_size(world_size // ranks)
-    text = values.get("rampup_batch_size")
+    text, schedule = values.get("rampup_batch_size"), values.get("step_batch_size_schedule")
     try:
+        if schedule is not None:
+            return parse_schedule(schedule, full, values.get("seq_length", defaults.seq_length))
         return BatchSizes(full) if text is None else parse_rampup(text, full)
     except ValueError:
         return None
@@ -384,7 +388,8 @@ def _set_train_iters(
     )
     steps = explicit
     if samples is not None:
-        steps = batch_sizes.steps_within(samples)
+        has_schedule = values.get("step_batch_size_schedule") is not None
+        steps = batch_sizes.steps_until(samples) if has_schedule else batch_sizes.steps_within(samples)
         first = batch_sizes.at(0)
         if samples and not steps:
             scanned.problems.append(
@@ -553,13 +558,13 @@ def resolve_dependent_settings(scanned: Scan, values: dict[str, Any], family: st
     for flag in CHECKPOINT_SCHEDULE if "load" not in values and "resume" not in values else ():
         if flag in converted:
             scanned.ignored[flag] = "no checkpoint is loaded"
-    for optimizer in ("muon", "sgd"):
-        if values.get("optimizer") == optimizer:
+    for prefix, optimizers in OPTIMIZER_FLAGS.items():
+        if values.get("optimizer") in optimizers:
             continue
-        for name in [name for name in scanned.values if name.startswith(f"{optimizer}_")]:
+        for name in [name for name in scanned.values if name.startswith(f"{prefix}_")]:
             values.pop(name, None)
             del scanned.values[name]
-            scanned.ignored[scanned.spelling[name]] = f"it needs --optimizer {optimizer}"
+            scanned.ignored[scanned.spelling[name]] = f"it needs --optimizer {prefix}"
     for name in TOKEN_FILE_FIELDS if values.get("data_path") == MOCK_DATA else ():
         if name in scanned.values:
             scanned.ignored[scanned.spelling[name]] = "random tokens are not read from files"

@@ -200,7 +200,8 @@ SAVED_INPUT_FLAGS = {
 TRAINING_FIELDS = (
     "save_interval", "save_interval_minutes", "checkpoint_format", "async_save", "on_save_error",
     "export_hf_interval", "save_remote",
-    "rampup_batch_size", "seq_length_schedule", "num_workers", "prefetch_factor", "mixture_schedule",
+    "rampup_batch_size", "step_batch_size_schedule", "iterations_to_skip",
+    "seq_length_schedule", "num_workers", "prefetch_factor", "mixture_schedule",
     "layout_independent_dropout",
     "stability_guard", "stability_sigma", "stability_window", "stability_patience", "drift_interval",
 )  # fmt: skip
@@ -221,7 +222,7 @@ def unused_flag_problems(config: Config) -> Iterator[str]:
             "--wsd-decay-fraction has no effect without --lr-decay-style wsd, got --lr-decay-style "
             f"{optimizer.lr_decay_style}. Remove it, or change the style"
         )
-    if optimizer.optimizer not in ("adamw", "muon"):
+    if not (optimizer.optimizer == "adamw" or optimizer.is_muon):
         params = config.deepspeed.get("optimizer", {}).get("params", {})
         json_keys = [f"optimizer.params.{name}" for name in ("betas", "eps") if params.get(name, "auto") != "auto"]
         flags = [*_flags(config, ADAM), *json_keys]

@@ -32,12 +32,6 @@ def zero_problems(config: Config) -> Iterator[str]:
     """Yield an error message for each ZeRO or offload flag that conflicts with other settings."""
     optimizer, parallel = config.optimizer, config.parallel
     stage = optimizer.zero_stage
-    if stage > 1 and parallel.has_pipeline:
-        yield (
-            f"{_stage_source(config)} {stage} is not supported in a pipeline, got --pipe-parallel-size "
-            f"{parallel.pipe_parallel_size}: {_pipeline_zero_reason(stage)}. Use --zero-stage 1, which shards the "
-            "fp32 main params and the optimizer states, most of the memory; or remove the pipeline"
-        )
     if stage > 1 and not parallel.overlap_grad_reduce:
         yield (
             f"{_stage_source(config)} {stage} reduces gradients during the backward pass, so that no replica holds all "
@@ -76,15 +70,6 @@ def zero_problems(config: Config) -> Iterator[str]:
 
 def _stage_source(config: Config) -> str:
     return "--zero-stage" if "zero_stage" in config.explicit_fields else "zero_optimization.stage of the JSON"
-
-
-def _pipeline_zero_reason(stage: int) -> str:
-    gathered = " and the weights gathered again" if stage == SHARDED_WEIGHTS_STAGE else ""
-    return (
-        "a stage accumulates all of its gradients until its last micro-batch, so sharded gradients would have to be "
-        f"reduced over the replicas in each micro-batch{gathered}: many times the traffic, to save memory that the "
-        "pipeline has divided already"
-    )
 
 
 def _adam_problems(config: Config) -> Iterator[str]:
@@ -271,20 +256,33 @@ def _world_problems(config: Config, world_size: int) -> Iterator[str]:
 
 
 def _ramp_problems(config: Config, replicas: int) -> Iterator[str]:
-    if config.batch.rampup_batch_size is None:
+    batch = config.batch
+    if not batch.has_growing_batch:
+        return
+    if batch.rampup_batch_size is not None and batch.step_batch_size_schedule is not None:
+        yield (
+            f"--rampup-batch-size and --step-batch-size-schedule exclude each other, got {batch.rampup_batch_size} and "
+            f"{batch.step_batch_size_schedule}. Remove one of them"
+        )
         return
     try:
         batch_sizes = config.batch.batch_sizes(replicas).all()
     except ValueError as error:
         yield str(error)
         return
-    micro = config.batch.batch_size
+    micro = batch.batch_size
+    flag, fix = (
+        ("--step-batch-size-schedule", "its sizes")
+        if batch.rampup_batch_size is None
+        else ("--rampup-batch-size", "START or INCREMENT")
+    )
+    text = batch.rampup_batch_size or batch.step_batch_size_schedule
     invalid = run_length.indivisible(batch_sizes, micro * replicas)
     if invalid:
         yield (
-            f"every batch size of --rampup-batch-size {config.batch.rampup_batch_size} must be a multiple of "
+            f"every batch size of {flag} {text} must be a multiple of "
             f"micro-batch x replicas = {micro} x {replicas} = {micro * replicas}, got {', '.join(map(str, invalid))} "
-            f"among {', '.join(map(str, batch_sizes))}. Change START or INCREMENT, or lower --batch-size"
+            f"among {', '.join(map(str, batch_sizes))}. Change {fix}, or lower --batch-size"
         )
 
 
@@ -295,7 +293,7 @@ def _pipeline_file_problems(config: Config) -> Iterator[str]:
         return
     if parallel.pipeline_schedule_file is not None:
         count = read_schedule(parallel.pipeline_schedule_file).num_micro_batches
-        if count != m or config.batch.rampup_batch_size is not None:
+        if count != m or config.batch.has_growing_batch:
             yield (
                 f"--pipeline-schedule-file {parallel.pipeline_schedule_file} is for steps of {count} micro-batches, "
                 f"got --gas {m}{'' if count != m else ' and a batch ramp-up'}. Use --gas {count}, or another file"

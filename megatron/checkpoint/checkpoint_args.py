@@ -102,7 +102,8 @@ SCHEDULE_FIELDS = (
     "lr", "min_lr", "lr_decay_style", "warmup", "lr_warmup_rounding", "lr_step_offset", "lr_warmup_iters",
     "lr_warmup_samples",
     "lr_decay_iters", "lr_decay_samples", "wsd_decay_fraction", "lr_wsd_decay_iters", "lr_wsd_decay_samples",
-    "lr_wsd_decay_style", "weight_decay",
+    "lr_wsd_decay_style", "lr_warmup_init", "weight_decay", "weight_decay_incr_style", "start_weight_decay",
+    "end_weight_decay",
 )  # fmt: skip
 """Optimizer fields that ``--use-checkpoint-opt_param-scheduler`` takes from the checkpoint."""
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.config.batch_rampup import BatchSizes, parse_rampup
+from megatron.config.batch_rampup import BatchSizes, parse_rampup, parse_schedule
 from megatron.config.option import option
 from megatron.config.run_length import RunLength
 from megatron.config.seq_length import SeqLengths, parse_lengths
+from megatron.config.skipped_steps import SkippedSteps
 
 
 class Share(NamedTuple):
@@ -79,6 +81,15 @@ class BatchConfig:
         join=" ".join,
         shown_default="the full global batch in every step",
     )
+    step_batch_size_schedule: str | None = option(
+        None,
+        "samples per step by training tokens: TOKENS:SAMPLES entries such as 0:768 250B:1536; the last one is the "
+        "global batch",
+        family_kind="decoder",
+        elsewhere="use --rampup-batch-size",
+        join=" ".join,
+        shown_default="the full global batch in every step",
+    )
     seq_length: int = option(256, "number of tokens of a sample", minimum=1, short="tokens per sample")
     seq_length_schedule: str | None = option(
         None,
@@ -90,6 +101,14 @@ class BatchConfig:
     )
     train_iters: int = option(
         200, "number of optimizer steps of the run; 0: evaluate and save only", minimum=0, short="optimizer steps"
+    )
+    iterations_to_skip: str | None = option(
+        None,
+        "steps without an update: numbers and ranges such as 5 101-200. Their samples count as consumed, and the "
+        "learning rate does not advance",
+        join=" ".join,
+        aliases=("--skip-train-iteration-range",),
+        shown_default="none",
     )
     eval_iters: int = option(
         10, "number of steps of an evaluation; 0: no evaluation", minimum=0, short="steps of an evaluation"
@@ -115,6 +134,11 @@ class BatchConfig:
     @property
     def num_micro_batches(self) -> int:
         return self.gas
+
+    @property
+    def has_growing_batch(self) -> bool:
+        """True if the global batch grows during the run."""
+        return self.rampup_batch_size is not None or self.step_batch_size_schedule is not None
 
     def global_batch_size(self, data_parallel_size: int) -> int:
         """Count samples per step over all replicas; with a batch ramp-up, after the ramp."""
@@ -145,12 +169,34 @@ class BatchConfig:
         """Compute samples per step, over all replicas, as a function of the samples consumed.
 
         Raises:
-            ValueError: --rampup-batch-size is invalid or does not reach the global batch.
+            ValueError: --rampup-batch-size or --step-batch-size-schedule is invalid or does not reach the global
+                batch.
         """
         full = self.global_batch_size(data_parallel_size)
+        if self.step_batch_size_schedule is not None:
+            return parse_schedule(self.step_batch_size_schedule, full, self.seq_length)
         if self.rampup_batch_size is None:
             return BatchSizes(full)
         return parse_rampup(self.rampup_batch_size, full)
+
+    @property
+    def skipped_steps(self) -> SkippedSteps:
+        """Steps that --iterations-to-skip skips.
+
+        Raises:
+            ValueError: --iterations-to-skip is invalid.
+        """
+        return SkippedSteps.parse(self.iterations_to_skip or "")
+
+    def problems(self) -> Iterator[str]:
+        """Yield an error message for each malformed value in this section."""
+        try:
+            _ = self.skipped_steps
+        except ValueError:
+            yield (
+                "--iterations-to-skip must be step numbers of at least 1 or ranges, separated by spaces, got "
+                f"{self.iterations_to_skip!r}. Write it as 5 101-200"
+            )
 
     def run_length(self, data_parallel_size: int, tokens_per_sample: int) -> RunLength:
         """Compute the run limits.
@@ -163,4 +209,8 @@ class BatchConfig:
             return RunLength(batch_sizes, self.train_iters)
         tokens = self.train_tokens
         min_samples = None if tokens is None else -(-tokens // tokens_per_sample)
-        return RunLength(batch_sizes, self.requested_train_iters, self.train_samples, min_samples)
+        samples = self.train_samples
+        if samples is not None and self.step_batch_size_schedule is not None:  # the last step may exceed the samples
+            min_samples = samples if min_samples is None else min(samples, min_samples)
+            samples = None
+        return RunLength(batch_sizes, self.requested_train_iters, samples, min_samples)

@@ -39,6 +39,8 @@ CHANGED_DEFAULTS: tuple[ChangedDefault, ...] = (
     ChangedDefault("optimizer", "muon_momentum", 0.95, "muon"),
     ChangedDefault("optimizer", "muon_nesterov", True, "muon"),
     ChangedDefault("optimizer", "muon_scale_mode", "match_rms_adamw", "muon"),
+    ChangedDefault("optimizer", "muon_coefficient_type", "simple", "muon"),
+    ChangedDefault("optimizer", "muon_fp32_matmul_prec", "bf16", "muon"),
     ChangedDefault("data", "eod_token", "by-name", is_reported=False),  # reported by training/end_of_document.py
 )
 """One row per setting. A row must stay as long as checkpoints from before its change must load."""

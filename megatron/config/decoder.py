@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
-from megatron.config import experts, latent_attention, layer_features, mtp, recurrent
+from megatron.config import experts, latent_attention, layer_features, mtp, qk_clip, recurrent
 from megatron.config.branch_multipliers import MultiplierFeatures, multiplier_problems
 from megatron.config.experts import ExpertFeatures, expert_problems, layer_pattern
 from megatron.config.latent_attention import LatentFeatures, latent_problems
@@ -28,6 +28,7 @@ from megatron.config.layer_features import (
 from megatron.config.layer_types import has_attention
 from megatron.config.mtp import MTPFeatures, mtp_problems
 from megatron.config.option import option
+from megatron.config.qk_clip import QKClipFeatures, qk_clip_problems
 from megatron.config.recurrent import RecurrentLayers, recurrent_problems, unused_recurrent_features
 
 _option = partial(option, family_kind="decoder", elsewhere="it is supported in decoders only; remove it")
@@ -64,7 +65,9 @@ def parse_factors(text: str) -> tuple[float, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures, RecurrentLayers, MultiplierFeatures):
+class DecoderFeatures(
+    MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures, RecurrentLayers, MultiplierFeatures, QKClipFeatures
+):
     """Parts of a decoder; base of ``ModelConfig``."""
 
     num_query_groups: int = _option(
@@ -312,7 +315,9 @@ class DecoderFeatures(MTPFeatures, ExpertFeatures, LatentFeatures, LayerFeatures
 
 
 IDENTITY = tuple(
-    field.name for field in fields(DecoderFeatures) if field.name not in (*experts.TRAINING, *mtp.TRAINING)
+    field.name
+    for field in fields(DecoderFeatures)
+    if field.name not in (*experts.TRAINING, *mtp.TRAINING, *qk_clip.TRAINING)
 )
 """Fields that two decoders must share so that the same weights give the same outputs in both."""
 REFITTED = (
@@ -441,6 +446,7 @@ def feature_problems(config: Any) -> Iterator[str]:
     yield from latent_problems(model)
     yield from recurrent_problems(config)
     yield from multiplier_problems(model)
+    yield from qk_clip_problems(model)
 
 
 def unused_features(config: Any) -> Iterator[str]:
@@ -606,7 +612,7 @@ def _norm_problems(model: Any) -> Iterator[str]:
 
 def _scale_problems(config: Any) -> Iterator[str]:
     model, optimizer = config.model, config.optimizer.optimizer
-    if model.mup_base_hidden_size and optimizer not in ("adamw", "muon"):
+    if model.mup_base_hidden_size and not (optimizer == "adamw" or config.optimizer.is_muon):
         yield (
             f"--mup-base-hidden-size scales learning rates for AdamW and Muon, got --optimizer {optimizer}. Use "
             "--optimizer adamw or muon, or remove it"

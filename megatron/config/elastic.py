@@ -68,7 +68,7 @@ def replica_counts(config: Config, span: RankRange, num_ranks: int) -> list[int]
 
 def allows_unequal_shares(config: Config) -> bool:
     """Check if replicas may run unequal micro-batch counts: they synchronize only after the last micro-batch."""
-    return config.optimizer.zero_stage < 2 and not config.model.num_experts and config.batch.rampup_batch_size is None
+    return config.optimizer.zero_stage < 2 and not config.model.num_experts and not config.batch.has_growing_batch
 
 
 def with_replicas(config: Config, span: RankRange, num_replicas: int) -> Config:

@@ -268,23 +268,12 @@ def _layout_problems(config: Any) -> Iterator[str]:
     ):
         if size % t:
             yield f"{flag} must be a multiple of --model-parallel-size, got {size} and {t}. Change one of them"
-    ep, zero = parallel.expert_model_parallel_size, config.optimizer.zero_stage
+    ep = parallel.expert_model_parallel_size
     if model.num_experts % ep:
         divisors = [n for n in range(1, model.num_experts + 1) if model.num_experts % n == 0]
         yield (
             f"--expert-model-parallel-size must divide --num-experts, got {ep} and {model.num_experts}. Use one of "
             f"{divisors}"
-        )
-    if ep > 1 and zero > 1:
-        yield (
-            f"--expert-model-parallel-size {ep} needs --zero-stage 0 or 1, got {zero}: experts are replicated over "
-            f"fewer ranks than the other weights, and already take only 1 / {ep} of the memory. Use --zero-stage 1"
-        )
-    if ep > 1 and zero and config.optimizer.optimizer == "muon":
-        yield (
-            f"--expert-model-parallel-size {ep} with --optimizer muon needs --zero-stage 0, got {zero}: with ZeRO, "
-            "Muon distributes the matrices over all replicas, but an expert exists on some of them only. Use "
-            "--zero-stage 0, or --optimizer adamw"
         )
     if ep > 1 and config.checkpoint.checkpoint_format == "deepspeed":
         yield (

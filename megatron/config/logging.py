@@ -17,7 +17,7 @@ DEFAULT_PROFILE_STEPS = "11-12"
 """Steps of --profile without a value, as in Megatron-LM."""
 WANDB_ONLY = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
 """Fields that take effect with --wandb-project only."""
-LOGGING_IN_TRAINING = ("log_layer_norms", "profile", "eval_tasks")
+LOGGING_IN_TRAINING = ("log_layer_norms", "log_max_attention_logit", "profile", "eval_tasks")
 
 
 @dataclass(frozen=True, kw_only=True)

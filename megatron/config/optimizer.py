@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.config.newton_schulz import COEFFICIENTS
 from megatron.config.option import option
 
 # Number tables by parameter name: name pattern -> number.
@@ -36,8 +37,9 @@ class OptimizerConfig:
     optimizer: str = option(
         "adamw",
         "optimizer; muon updates the matrices of layers by orthogonalised momentum and all other parameters by "
-        "AdamW; adafactor stores second moments per row and column and no first moment",
-        choices=("adamw", "muon", "adafactor", "sgd"),
+        "AdamW; adaptive_muon also divides these updates by a second moment (AdaMuon, NorMuon); adafactor stores "
+        "second moments per row and column and no first moment",
+        choices=("adamw", "muon", "adaptive_muon", "adafactor", "sgd"),
         synonyms={"adam": "adamw", "AdamW": "adamw", "Adam": "adamw", "dist_muon": "muon", "Muon": "muon"},
     )
     lr: float = option(5e-4, "peak learning rate", above=0, short="peak learning rate")
@@ -90,6 +92,7 @@ class OptimizerConfig:
     lr_warmup_samples: float | None = option(
         None, "warm-up samples, instead of a fraction", minimum=0, shown_default="set by --warmup"
     )
+    lr_warmup_init: float = option(0.0, "learning rate at the start of the warm-up", minimum=0)
     lr_step_offset: int = option(
         0,
         "offset of the learning-rate schedule, 0 or -1: with 0, a step has the rate of the position after it, so that "
@@ -160,6 +163,24 @@ class OptimizerConfig:
     weight_decay_by_name: str = option(
         "", "weight decay by parameter name, including biases and norms: PATTERN=DECAY, as for --lr-by-name"
     )
+    weight_decay_incr_style: str = option(
+        "constant",
+        "weight decay over the run: constant: --weight-decay; linear or cosine: from --start-weight-decay to "
+        "--end-weight-decay at the last step",
+        choices=("constant", "linear", "cosine"),
+    )
+    start_weight_decay: float | None = option(
+        None,
+        "with --weight-decay-incr-style linear or cosine: weight decay at the start of the run",
+        minimum=0,
+        shown_default="weight-decay",
+    )
+    end_weight_decay: float | None = option(
+        None,
+        "with --weight-decay-incr-style linear or cosine: weight decay at the end of the run",
+        minimum=0,
+        shown_default="weight-decay",
+    )
     adam_beta1: float = option(0.9, "decay rate of Adam's first moment", minimum=0, below=1)
     adam_beta2: float = option(0.999, "decay rate of Adam's second moment", minimum=0, below=1)
     adam_eps: float = option(1e-8, "epsilon added to the denominator in Adam", above=0)
@@ -186,6 +207,18 @@ class OptimizerConfig:
         },
     )  # fmt: skip
     muon_num_ns_steps: int = option(5, "with --optimizer muon: number of Newton-Schulz steps", minimum=1, maximum=99)
+    muon_coefficient_type: str = option(
+        "simple",
+        "with --optimizer muon: polynomials of the Newton-Schulz steps; simple: one for all steps, as in "
+        "torch.optim.Muon; quintic: a period of five; polar_express: eight that converge to an orthogonal matrix",
+        choices=tuple(COEFFICIENTS),
+    )
+    muon_fp32_matmul_prec: str = option(
+        "bf16",
+        "with --optimizer muon: precision of Newton-Schulz steps; bf16: bf16 throughout, as in torch.optim.Muon; "
+        "medium: products in bf16, the norm in fp32; high: products in TF32; highest: fp32 throughout",
+        choices=("bf16", "medium", "high", "highest"),
+    )
     muon_scale_mode: str = option(
         "match_rms_adamw",
         "with --optimizer muon: factor for the learning rate of a matrix [m, n]: match_rms_adamw: 0.2 sqrt(max(m, "
@@ -209,14 +242,26 @@ class OptimizerConfig:
     muon_split_qkv_heads: bool = option(
         False, "with --optimizer muon: treat query, key and value of each head as separate matrices"
     )
+    adaptive_muon_moment2_method: str = option(
+        "adamuon",
+        "with --optimizer adaptive_muon: second moment of an orthogonalised update; adamuon: one per element; normuon: "
+        "one per row of a tall matrix or column of a wide one, and the norm of the update is restored",
+        choices=("adamuon", "normuon"),
+    )
+    adaptive_muon_beta2: float = option(
+        0.95, "with --optimizer adaptive_muon: decay rate of the second moment", minimum=0, below=1
+    )
+    adaptive_muon_eps: float = option(
+        1e-8, "with --optimizer adaptive_muon: adamuon adds it to the denominator, normuon bounds by it", above=0
+    )
     clip_grad: float = option(
         1.0, "maximum global gradient norm; 0: no clipping", minimum=0, short="maximum gradient norm"
     )
     zero_stage: int = option(
         0,
         "ZeRO stage: shard over the replicas 1: fp32 main params and optimizer states; 2: also gradients; 3: also "
-        "weights, which are gathered layer by layer. Stages 2 and 3 are not supported in a pipeline. The results "
-        "are those of stage 0",
+        "weights, which are gathered layer by layer. Experts are sharded over the ranks with the same experts. The "
+        "results are those of stage 0",
         minimum=0,
         maximum=3,
         short="ZeRO stage, 0 to 3",
@@ -259,8 +304,22 @@ class OptimizerConfig:
         return tuple(name for name in ("exp_avg", "exp_avg_sq") if getattr(self, f"{name}_dtype") == "bf16")
 
     @property
+    def is_muon(self) -> bool:
+        """True if matrices of layers are updated by Muon or adaptive Muon."""
+        return self.optimizer in ("muon", "adaptive_muon")
+
+    @property
     def state_type(self) -> str:
-        """Layout of the optimizer states: ``optimizer``, or "momentum" for SGD with momentum."""
+        """Layout of the optimizer states: ``optimizer``, or one of these names.
+
+        | name | optimizer |
+        |---|---|
+        | momentum | SGD with momentum |
+        | adamuon | adaptive Muon with as many states as AdamW |
+        | muon | Muon, and adaptive Muon with normuon, whose second moments are few |
+        """
+        if self.optimizer == "adaptive_muon":
+            return "adamuon" if self.adaptive_muon_moment2_method == "adamuon" else "muon"
         return "momentum" if self.optimizer == "sgd" and self.sgd_momentum else self.optimizer
 
     def problems(self) -> Iterator[str]:
@@ -275,6 +334,7 @@ class OptimizerConfig:
             yield "--muon-split-qkv-heads and --muon-no-split-qkv exclude each other, got both. Remove one of them"
         yield from self._warmup_problems()
         yield from self._rate_problems()
+        yield from self._decay_problems()
         if self.min_lr > self.lr:
             yield f"--min-lr must not exceed --lr, got --min-lr {self.min_lr:g} and --lr {self.lr:g}. Lower --min-lr"
         if self.lr_decay_style == "exponential" and self.min_lr == 0:
@@ -283,7 +343,7 @@ class OptimizerConfig:
     def _state_problems(self) -> Iterator[str]:
         """Yield an error message if the optimizer does not support bf16 states."""
         flags = ", ".join(f"--{name.replace('_', '-')}-dtype" for name in self.bf16_states)
-        if flags and self.optimizer not in ("adamw", "muon"):
+        if flags and not (self.is_muon or self.optimizer == "adamw"):
             got = f"got --optimizer {self.optimizer}"
             yield f"{flags} applies to AdamW only, {got}. Remove it, or use --optimizer adamw"
         elif flags and self.cpu_adam == "deepspeed":
@@ -329,8 +389,35 @@ class OptimizerConfig:
                 f"{self.decoupled_min_lr:g} and {min(peak_rates):g}. Lower it"
             )
 
+    def _decay_problems(self) -> Iterator[str]:
+        """Yield an error message if ends of the weight decay contradict its style, or if it varies by name too."""
+        ends = {"--start-weight-decay": self.start_weight_decay, "--end-weight-decay": self.end_weight_decay}
+        explicit_ends = [f"{flag} {value:g}" for flag, value in ends.items() if value is not None]
+        style = self.weight_decay_incr_style
+        if style == "constant" and explicit_ends:
+            yield (
+                f"{' and '.join(explicit_ends)} needs --weight-decay-incr-style linear or cosine, got constant. Set "
+                "the style, or use --weight-decay only"
+            )
+        elif style != "constant" and len(explicit_ends) < 2:
+            yield (
+                f"--weight-decay-incr-style {style} needs --start-weight-decay and --end-weight-decay, got "
+                f"{' and '.join(explicit_ends) or 'neither'}. Set both, or use --weight-decay-incr-style constant"
+            )
+
     def _warmup_problems(self) -> Iterator[str]:
-        """Yield an error message for a warm-up as long as the schedule, or a wsd decay longer than the schedule."""
+        """Yield an error message for a warm-up that does not fit the schedule or the peak learning rates.
+
+        A wsd decay longer than the schedule is a problem, too.
+        """
+        peak_rates = {"--lr": self.lr, "--decoupled-lr": self.decoupled_lr}
+        peak_rates |= {"--lr-embedding": self.lr_embedding, "--lr-head": self.lr_head}
+        for flag, rate in peak_rates.items():
+            if rate is not None and self.lr_warmup_init > rate:
+                yield (
+                    f"--lr-warmup-init must not exceed {flag}, got {self.lr_warmup_init:g} and {rate:g}. Lower "
+                    "--lr-warmup-init"
+                )
         is_by_samples = self.lr_decay_samples is not None
         unit = "samples" if is_by_samples else "iters"
         decay = self.lr_decay_samples if self.lr_decay_samples is not None else self.lr_decay_iters

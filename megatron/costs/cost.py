@@ -37,6 +37,7 @@ class Product:
 
     Args:
         is_column: the weight is column parallel, so the tensor ranks all-reduce the input gradient.
+        is_distributed: the matrices belong to experts that are distributed over the data x context ranks.
     """
 
     rows: int
@@ -44,6 +45,7 @@ class Product:
     columns: int
     count: float = 1.0
     is_column: bool = False
+    is_distributed: bool = False
 
     @property
     def flops(self) -> float:
@@ -288,18 +290,69 @@ class Costs(ABC):
         ]  # fmt: skip
 
     def gathered_parameters(
-        self, unit_ranges: Sequence[tuple[int, int]], tensor: int = 1, layers_at_once: int = 1
+        self,
+        unit_ranges: Sequence[tuple[int, int]],
+        tensor: int = 1,
+        layers_at_once: int = 1,
+        *,
+        has_experts: bool = True,
     ) -> int:
-        """Find the maximum parameter count in ``unit_ranges`` that is gathered at the same time under ZeRO 3.
+        """Find the maximum parameter count that ZeRO 3 gathers at the same time without a pipeline.
 
         This is the parameter count outside of layers plus ``layers_at_once`` times the largest layer's.
-        Units whose names end in a number are layers.
+        Units whose names end in a number are layers. For ``has_experts``, see ``stage_gathered_parameters``.
         """
-        units = self.unit_parameters(tensor)
+        experts = [0] * len(self.unit_names) if has_experts else self.distributed_parameters(tensor)
+        units = [size - other for size, other in zip(self.unit_parameters(tensor), experts, strict=True)]
         is_layer = [name.split()[-1].isdigit() for name in self.unit_names]
         layers = [units[n] for start, stop in unit_ranges for n in range(start, stop) if is_layer[n]]
         total = _sum_over_ranges(units, self.shared_parameters(tensor), unit_ranges)
         return total - sum(layers) + layers_at_once * max(layers, default=0)
+
+    def stage_gathered_parameters(
+        self,
+        unit_ranges: Sequence[tuple[int, int]],
+        tensor: int = 1,
+        layers_at_once: int = 1,
+        *,
+        has_experts: bool = True,
+    ) -> int:
+        """Find the maximum parameter count that ZeRO 3 gathers at the same time on a stage of a pipeline.
+
+        A chunk gathers its layers in turn, ``layers_at_once`` at a time; embeddings, norms and heads are layers, too.
+        Shared parameters are gathered during the full action, except those of a layer that contains them
+        (``owns_shared``). The head is not freed before the loss, which runs the layers of multi-token prediction.
+
+        Args:
+            unit_ranges: unit ranges of the stage's chunks.
+            has_experts: experts that are distributed over ranks are gathered; otherwise each rank stores them in full.
+        """
+        experts = [0] * len(self.unit_names) if has_experts else self.distributed_parameters(tensor)
+        sizes = [size - other for size, other in zip(self.unit_parameters(tensor), experts, strict=True)]
+        largest = 0
+        for start, stop in unit_ranges:
+            chunk_sizes, kept = dict(zip(range(start, stop), sizes[start:stop], strict=True)), 0
+            for shared in self.shared_parameters(tensor):
+                users = [n for n in shared.units if start <= n < stop]
+                if users == [shared.units[0]] and self.owns_shared:
+                    chunk_sizes[users[0]] += shared.amount
+                elif users:
+                    kept += shared.amount
+            in_turn = [size for n, size in chunk_sizes.items() if size and n not in self.loss_units]
+            windows = [sum(in_turn[n : n + layers_at_once]) for n in range(len(in_turn))]
+            if loss_sizes := [chunk_sizes[n] for n in self.loss_units if n in chunk_sizes]:
+                head = chunk_sizes[len(sizes) - 1]
+                windows += [head + sum(loss_sizes[n : n + layers_at_once]) for n in range(len(loss_sizes))]
+            largest = max(largest, kept + max(windows, default=0))
+        return largest
+
+    owns_shared = False
+    """True if the first unit that uses shared parameters contains them; otherwise it reads them from another module."""
+
+    @property
+    def loss_units(self) -> Sequence[int]:
+        """Units that the loss function runs after the head."""
+        return ()
 
     def memory_per_stage(
         self,
@@ -356,6 +409,9 @@ class Costs(ABC):
         small_parameters = self.small_parameters(tensor, state.gradient)
         products = self.stage_matrices(bounds, stages, tensor, placement) if state.saved else [[]] * stages
         matrices = [sum(product.weights for product in stage_products) for stage_products in products]
+        distributed_matrices = [
+            sum(product.weights for product in stage_products if product.is_distributed) for stage_products in products
+        ]
         num_distributed = self.stage_distributed_parameters(bounds, tensor, stages, placement)
         estimates = []
         for stage, num_parameters in enumerate(self.stage_parameters(bounds, tensor, stages, placement)):
@@ -372,7 +428,7 @@ class Costs(ABC):
             num_losses = max(in_flight(stages, num_micro_batches, name, 1, stage) for name in names)
             num_losses = 1 if placement == V else num_losses
             logits = self.loss_bytes(*size_args, forwards=num_losses) if stage == stage_placement.last_stage else 0
-            gathered = self.gathered_parameters(unit_ranges, tensor, zero.num_gathered_layers) if zero.stage == 3 else 0
+            gathered = self._gathered_parameters(unit_ranges, tensor, zero, stages) if zero.stage == 3 else 0
             scratch += max(stage_attention_scratch - logits, 0)  # the logits are freed before the backward of attention
             activations = forwards * saved_per_micro_batch // chunks + scratch
             memory = state.memory(
@@ -383,6 +439,7 @@ class Costs(ABC):
                 gathered,
                 matrices[stage],
                 num_distributed[stage],
+                distributed_matrices[stage],
                 self.expert_ranks,
             )
             if checkpoint_activations:
@@ -400,6 +457,14 @@ class Costs(ABC):
             )
             estimates.append(buffers.apply_to(memory, state.gradient, zero))
         return estimates
+
+    def _gathered_parameters(self, unit_ranges: Sequence[tuple[int, int]], tensor: int, zero: Zero, stages: int) -> int:
+        has_experts = zero.replicas > self.expert_ranks or zero.offload_parameters
+        if stages > 1:
+            return self.stage_gathered_parameters(
+                unit_ranges, tensor, zero.num_gathered_layers, has_experts=has_experts
+            )
+        return self.gathered_parameters(unit_ranges, tensor, zero.num_gathered_layers, has_experts=has_experts)
 
     def small_parameters(self, tensor: int, width: int) -> list[int]:
         """Count the parameters per unit in weights that are smaller than a gradient bucket.

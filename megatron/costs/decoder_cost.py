@@ -554,6 +554,12 @@ class DecoderCosts(Costs):
         units = [0, *[parameters * has_experts for has_experts in self.with_experts], 0, 0]
         return self._with_mtp(units, 0, lambda distributed: distributed)
 
+    owns_shared = True  # the first stage's embedding contains the table
+
+    @property
+    def loss_units(self) -> Sequence[int]:
+        return self.mtp_units if self.model.mtp_num_layers else ()
+
     def shared_parameters(self, tensor: int = 1) -> list[Shared]:
         has_mtp = self.model.mtp_num_layers > 0
         if self.model.untie_embeddings and not has_mtp:

@@ -121,7 +121,8 @@ class ExpertCosts:
         width, shared = model.moe_ffn_hidden_size // num_shards, model.moe_shared_expert_intermediate_size // tensor
         num_local, entering = model.num_experts // self.ranks, self.matrices - 1
         products = [Product(tokens, h, model.num_experts)]
-        products += [Product(rows, h, entering * width, num_local), Product(rows, width, h, num_local)]
+        expert_shapes = ((h, entering * width), (width, h))
+        products += [Product(rows, *shape, num_local, is_distributed=self.ranks > 1) for shape in expert_shapes]
         if shared:
             products += [Product(tokens, h, entering * shared, is_column=True), Product(tokens, shared, h)]
         return tuple(products)

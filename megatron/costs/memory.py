@@ -13,7 +13,8 @@ from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 #
 # With AdamW, 16-bit weights take 18 bytes per parameter, including fp32 main params, gradients and moments. In total,
 # fp32 weights take 16 bytes and fp64 weights 32. SGD has no moments. Muon has one momentum for layer matrices (14
-# bytes instead of 18) and AdamW's states for other weights. Adafactor's means of rows and columns are small and not
+# bytes instead of 18) and AdamW's states for other weights. Adaptive Muon has a second moment per element too
+# (adamuon), or one per row or column (normuon, not counted). Adafactor's means of rows and columns are small and not
 # counted. An AdamW state in bf16 takes 2 bytes instead of 4. With AdamW and ZeRO over d replicas:
 #
 # | bytes per parameter | 16 bits | fp32 |
@@ -23,7 +24,8 @@ from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 # | ZeRO 2 | 2 + (4 + 12) / d | 4 + (4 + 8) / d |
 # | ZeRO 3 | (2 + 4 + 12) / d | (4 + 4 + 8) / d |
 # | ... gathered weights: tables and the largest layer (two layers with prefetching) | 2 | 4 |
-# | ZeRO 1, experts distributed over e of the d replicas | 2 + 4 + 12 e / d | 4 + 4 + 8 e / d |
+# | ... on a pipeline stage: the weights in use (``Costs.stage_gathered_parameters``) | 2 | 4 |
+# | a part sharded by ZeRO, of experts that are distributed over e of the d replicas | e / d instead of 1 / d | |
 # | CPU memory of an offloaded optimizer | 12, or 12 / d | 12, or 12 / d, with a separate copy of the weight |
 # | CPU memory of offloaded weights | 2 / d | 4 / d, or none if the optimizer is offloaded too |
 #
@@ -92,7 +94,8 @@ NO_ZERO = Zero()
 class State:
     """Bytes per parameter: ``width`` (weight), ``gradient``, and ``optimizer`` (main param and optimizer states).
 
-    With Muon, the optimizer state of layer matrices is ``saved`` bytes smaller.
+    With Muon, the optimizer state of layer matrices is ``saved`` bytes smaller. With adaptive Muon and bf16 moments of
+    AdamW, ``saved`` is negative.
     """
 
     width: int
@@ -112,6 +115,8 @@ class State:
         wide = max(width, 4)
         main_param = wide if width < 4 else 0
         moments = (2 - num_bf16_states) * wide + num_bf16_states * BYTES["bf16"]
+        if optimizer == "adamuon":
+            return cls(width, wide, main_param + moments, moments - 2 * wide)
         states = {"adamw": moments, "muon": moments, "momentum": wide}.get(optimizer, 0)
         return cls(width, wide, main_param + states, states - wide if optimizer == "muon" else 0)
 
@@ -124,6 +129,7 @@ class State:
         gathered: int = 0,
         matrices: int = 0,
         num_distributed: int = 0,
+        distributed_matrices: int = 0,
         ranks: int = 1,
     ) -> Memory:
         """Compute a rank's memory for ``parameters`` parameters, ``gathered`` of them gathered at the same time.
@@ -132,20 +138,31 @@ class State:
             matrices: parameters in layer matrices.
             num_distributed: parameters in experts that are distributed over ``ranks`` ranks and have
                 ``replicas / ranks`` copies.
+            distributed_matrices: parameters in matrices of these experts.
         """
         wide, is_sharded = max(self.width, 4), zero.stage == 3
-        weights = -(-parameters * self.width // zero.share(3))
+
+        def shard_bytes(width: int, stage: int, saved: int = 0) -> int:
+            """Return this rank's bytes of a part with ``width`` bytes per parameter, sharded from ``stage`` on.
+
+            Args:
+                saved: bytes by which ``width`` is smaller in layer matrices.
+            """
+            share = zero.share(stage)
+            dense = (parameters - num_distributed) * width - (matrices - distributed_matrices) * saved
+            distributed = num_distributed * width - distributed_matrices * saved
+            return -(-dense // share) + -(-distributed * ranks // max(share, ranks))
+
+        weights, gradients = shard_bytes(self.width, 3), shard_bytes(self.gradient, 2)
         optimizer = self.optimizer
         if self.width == wide and zero.offload_optimizer != zero.offload_parameters:
             optimizer += wide  # on different devices, the weight cannot be its own main param
-        share = zero.share(1)
-        states = -(-((parameters - num_distributed) * optimizer - matrices * self.saved) // share)
-        states += -(-num_distributed * optimizer * ranks // max(share, ranks))
+        states = shard_bytes(optimizer, 1, self.saved)
         is_gathered = is_sharded and (zero.replicas > 1 or zero.offload_parameters)
         on_host = (states if zero.offload_optimizer else 0) + (weights if zero.offload_parameters else 0)
         return Memory(
             weights=0 if zero.offload_parameters else weights,
-            gradients=-(-parameters * self.gradient // zero.share(2)),
+            gradients=gradients,
             optimizer=0 if zero.offload_optimizer else states,
             activations=activations,
             logits=logits,

@@ -11,7 +11,7 @@ from megatron.optim.optimizer import MixedPrecisionOptimizer
 
 @dataclass(frozen=True)
 class LRScheduler:
-    """Warm-up from 0 to ``lr``, then a decay that reaches ``min_lr`` at the last update, then ``min_lr``.
+    """Warm-up from ``warmup_init`` to ``lr``, then a decay that reaches ``min_lr`` at the last update, then ``min_lr``.
 
     | style | rate after the warm-up of W updates; u rises from 0 to 1, n counts updates from 1 |
     |---|---|
@@ -37,6 +37,7 @@ class LRScheduler:
         decay_updates: updates from the first to the one that reaches ``min_lr``, the warm-up included.
         warmup: fraction of ``decay_updates``; the warm-up need not be a whole number of updates.
         warmup_length: number of warm-up updates; None: ``warmup`` determines it.
+        warmup_init: rate at the start of the warm-up, for all parameters.
         wsd_length: number of updates in the decay of wsd; None: ``wsd_decay_fraction`` of the updates after the
             warm-up.
         step_offset: 0: an update uses the rate at the position after it; -1: the rate at the position before it, as in
@@ -59,6 +60,7 @@ class LRScheduler:
     wsd_length: float | None = None
     wsd_style: str = "linear"
     step_offset: int = 0
+    warmup_init: float = 0.0
 
     def __post_init__(self) -> None:
         if self.style not in STYLES:
@@ -102,7 +104,7 @@ class LRScheduler:
             completed: total number of updates, or of samples if the lengths are samples; see ``position``.
         """
         if 0 < self.warmup_updates >= completed:
-            return self.lr * completed / self.warmup_updates
+            return self.warmup_init + (self.lr - self.warmup_init) * completed / self.warmup_updates
         if self.style == INVERSE_SQUARE_ROOT:
             return max(self.min_lr, self.lr * math.sqrt(max(self.warmup_updates, 1) / max(completed, 1)))
         remaining = self.decay_updates - self.warmup_updates

@@ -24,9 +24,13 @@ from megatron.optim.zero.partition import ParamPartition, partition_of
 # | from the owner | with ZeRO, slices of one tensor rank's shard; otherwise the full shard | shards of the matrix |
 #
 # Main params, moments and gradients are sharded as for every other optimizer. Memory is therefore balanced for matrices
-# of any shape, and checkpoints and gathers of weights need no other partition. Matrices are sent in bf16, the input and
-# output dtype of Newton-Schulz: 2 bytes per element in each direction, in addition to 4 for gradients and 2 for
-# weights. Without ZeRO the replicas share the work as well.
+# of any shape, and checkpoints and gathers of weights need no other partition. By default matrices are sent in bf16,
+# the input and output dtype of Newton-Schulz: 2 bytes per element in each direction, next to 4 for gradients and 2
+# for weights. With other precisions the dtype is that of main params (``newton_schulz.exchange_dtype``). Without ZeRO
+# the replicas share the work as well.
+#
+# Experts that are distributed over expert-parallel ranks have fewer replicas: the ranks of the expert-data group. They
+# have a grid of their own, tensor ranks x expert-data ranks, so that each expert has one owner among its replicas.
 #
 # Source: Liu et al. 2025, "Muon is scalable for LLM training", section 2.3 and algorithm 1, in which every replica
 # computes all matrices of which it has a slice; Ahn et al. 2025, "Dion", for owners on a grid.
@@ -207,6 +211,70 @@ def from_owners(
     for idx, tensor in zip((idx for group_numels in idx_by_owner for idx in group_numels), flat, strict=True):
         slices[idx] = tensor.view(weights[idx].shard_shape(group.rank))
     return [slices[idx] for idx in range(len(weights))]
+
+
+@dataclass(frozen=True)
+class OwnerGrid:
+    """The ranks among which full matrices are distributed: replicas x tensor ranks. An owner is an index in the grid.
+
+    Args:
+        tensor: tensor ranks of one replica.
+        data: replicas of one tensor rank's shards; for experts, the ranks that hold the same experts.
+    """
+
+    tensor: Group
+    data: Group
+
+    @property
+    def num_owners(self) -> int:
+        """Number of ranks in the grid."""
+        return self.tensor.size * self.data.size
+
+    def owned(self, owners: Sequence[int]) -> list[int]:
+        """List the indices of the weights that this rank owns."""
+        rank = self.data.rank * self.tensor.size + self.tensor.rank
+        return [idx for idx, owner in enumerate(owners) if owner == rank]
+
+    def gather(
+        self, partitions: Sequence[MatrixPartition], owners: Sequence[int], slices: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Return the full matrices that this rank owns, in order. Collective.
+
+        Args:
+            partitions, owners, slices: partition, owner, and this rank's slice of each weight.
+        """
+        over_data, over_tensor = self._exchanged(partitions, owners)
+        shards = to_owners(over_data, slices, self.data)
+        return to_owners(over_tensor, shards, self.tensor) if over_tensor else []
+
+    def scatter(
+        self,
+        partitions: Sequence[MatrixPartition],
+        owners: Sequence[int],
+        full_tensors: Sequence[torch.Tensor],
+        like: torch.Tensor,
+    ) -> list[torch.Tensor]:
+        """Return this rank's slice of each weight from the owners' ``full_tensors``. Collective.
+
+        Args:
+            full_tensors: the matrices that this rank owns, in order.
+            like: a tensor with the result's dtype and device, for ranks that own no weight.
+        """
+        over_data, over_tensor = self._exchanged(partitions, owners)
+        shards = from_owners(over_tensor, full_tensors, self.tensor, like) if over_tensor else []
+        return from_owners(over_data, shards, self.data, like)
+
+    def _exchanged(
+        self, partitions: Sequence[MatrixPartition], owners: Sequence[int]
+    ) -> tuple[list[ExchangedTensor], list[ExchangedTensor]]:
+        """Describe the exchange over ``data``, and that over ``tensor`` for the weights of this replica's owners."""
+        over_data, over_tensor = [], []
+        for partition, owner in zip(partitions, owners, strict=True):
+            replica, tensor_rank = divmod(owner, self.tensor.size)
+            over_data.append(ExchangedTensor(partition.local_shape, partition.data, replica))
+            if replica == self.data.rank:
+                over_tensor.append(ExchangedTensor(partition.shape, partition.tensor, tensor_rank))
+        return over_data, over_tensor
 
 
 def _by_owner(

@@ -57,6 +57,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         store, reducer, policy, inner: the parts in the table of the module.
         gradient_factor: factor by which the next step multiplies the gradients; each step resets it to 1.
         last_factor: factor of the last step's gradients before clipping: ``gradient_factor`` divided by the loss scale.
+        after_update: called after the inner optimizer has updated the main params, before they are copied into the
+            parameters; not called in skipped steps.
         raw_norm: result of ``norm_of_sums`` for the current gradients, if it has been computed already.
         overflow: True if the last step was skipped because fp16 gradients overflowed.
         was_rejected: True if ``policy.accepts_step`` rejected the last step.
@@ -93,6 +95,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
             )
         self._fuses_accumulation = fuses_accumulation
         self.gradient_factor = self.last_factor = 1.0
+        self.after_update: Callable[[], None] | None = None
         self.raw_norm: float | None = None
         self.overflow = self.was_rejected = False
         self._global_grad_norm = 0.0
@@ -127,6 +130,8 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         if is_accepted:
             self._set_grads(self.policy.clip_factor(norm) * self.last_factor)
             self.update_main_params()
+            if self.after_update is not None:
+                self.after_update()
         self.zero_grad()  # before weights are gathered, which can then use the memory of the gradients
         if is_accepted and self.store.has_copies:
             self.store.copy_to_parameters(deferred=True)
@@ -217,6 +222,10 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
     def owns(self, parameter: torch.nn.Parameter) -> bool:
         """Return True if this rank saves the main param, or the frozen parameter, in a checkpoint."""
         return self.store.is_first_copy(parameter) and is_counted_in_norm(parameter, self.reducer.tensor_group.rank)
+
+    def owns_replicated_state(self, parameter: torch.nn.Parameter) -> bool:
+        """Return True if this rank saves a state of ``parameter`` that every rank with a shard of it holds in full."""
+        return self.store.group_of(parameter).rank == 0 and self.reducer.tensor_group.rank == 0
 
     def copy_main_params_to_parameters(self) -> None:
         """Round the main params into the parameters. Collective over replicas with ZeRO."""

@@ -53,11 +53,13 @@ consists only of rounding errors, and without the bound they would cause updates
 def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Return two groups: matrices with weight decay; biases and norms (one dimension) without.
 
+    ``set_weight_decay`` changes the decay of groups with ``"has_default_decay": True``.
+
     The rule depends only on the parameter, so that the groups are the same in every layout.
     """
     trainable = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay, "has_default_decay": True},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
@@ -154,7 +156,17 @@ def build_optimizer(
             return torch.optim.Adafactor([_with_eps(group) for group in groups], lr=lr)
         if name == "muon":
             device = param_init.device if param_init is not None else next((p.device for p in parameters), None)
-            return Muon(groups, build_adam, weights, args, lr=lr, tensor=tensor, data=same_params, device=device)
+            return Muon(
+                groups,
+                build_adam,
+                weights,
+                args,
+                lr=lr,
+                tensor=tensor,
+                data=data,
+                expert_data=expert_data,
+                device=device,
+            )
         return build_adam(groups)
 
     def build_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -165,17 +177,12 @@ def build_optimizer(
             return adam(groups, lr=lr, betas=betas, eps=epsilon)
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=epsilon, fused=True)
 
-    has_experts = any(map(is_reduced_by_optimizer, parameters))
-    same_params = expert_data if has_experts else data  # ranks that hold the same matrices, including those of experts
     args = muon or MuonArgs()
     groups = decay_groups(parameters, weight_decay)
     groups = split_by_rate(groups, rates) if rates else groups
     weights: list[MuonWeight] = []
     if name == "muon":
         groups = muon_groups(groups)
-        num_replicas = data.size if zero_stage else 1
-        muon_params = [parameter for group in groups if group["is_muon"] for parameter in group["params"]]
-        weights = [_muon_weight(parameter, tensor, num_replicas, args) for parameter in muon_params]
     store = ParamStore(
         data,
         expert_data,
@@ -186,6 +193,9 @@ def build_optimizer(
         allgather_bucket_size=allgather_bucket_size,
         prefetches=prefetches,
     )
+    if name == "muon":
+        muon_params = [parameter for group in groups if group["is_muon"] for parameter in group["params"]]
+        weights = [_muon_weight(parameter, tensor, store, args) for parameter in muon_params]
     return MixedPrecisionOptimizer(
         groups,
         build,
@@ -201,10 +211,12 @@ def build_optimizer(
     )
 
 
-def _muon_weight(parameter: torch.nn.Parameter, tensor: Group, num_replicas: int, args: MuonArgs) -> MuonWeight:
+def _muon_weight(parameter: torch.nn.Parameter, tensor: Group, store: ParamStore, args: MuonArgs) -> MuonWeight:
     matrices = matrices_of(parameter)
     assert matrices is not None
-    return MuonWeight(MatrixPartition.of(parameter, tensor, num_replicas), args.matrices(matrices))
+    num_replicas = store.group_of(parameter).size if store.zero_stage else 1
+    partition = MatrixPartition.of(parameter, tensor, num_replicas)
+    return MuonWeight(partition, args.matrices(matrices), is_reduced_by_optimizer(parameter))
 
 
 def _check_unpadded(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -51,7 +51,8 @@ class ParamRate:
     def settings(self) -> dict[str, float]:
         """Return the items of a parameter group; ``set_learning_rates`` reads ``peak_lr`` and ``floor_lr``."""
         items = {"lr": self.lr, "peak_lr": self.lr, "floor_lr": self.min_lr} if self.label else {}
-        items |= {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
+        if self.weight_decay is not None:
+            items |= {"weight_decay": self.weight_decay, "has_default_decay": False}
         return items | ({} if self.epsilon is None else {"eps": self.epsilon})
 
 

@@ -83,8 +83,9 @@ class ParamStore:
         """Convert ``parameter`` to ``dtype`` in place and return the main param."""
         is_wide = dtype in WIDE_DTYPES
         num_replicas = self.group_of(parameter).size
-        has_one_copy = is_reduced_by_optimizer(parameter) and num_replicas == 1  # an expert that no other rank holds
-        partition = partition_of(parameter, num_replicas) if self._shards_params and not has_one_copy else None
+        # An expert that no other rank holds is only partitioned to be offloaded.
+        is_full = is_reduced_by_optimizer(parameter) and num_replicas == 1 and not self.offload.parameters
+        partition = partition_of(parameter, num_replicas) if self._shards_params and not is_full else None
         if self._param_init is not None:
             self._param_init.materialize(parameter, is_sharded=partition is not None)
         if is_wide:
@@ -146,6 +147,22 @@ class ParamStore:
             for main_param, view in strided:
                 view.copy_(main_param.data)
                 main_param.data = view
+
+    @torch.no_grad()
+    def scale_rows(self, parameter: torch.nn.Parameter, factors: torch.Tensor) -> None:
+        """Multiply the rows of a main param by ``factors`` in place; a frozen parameter is not changed.
+
+        The parameter changes only with the next ``copy_to_parameters``, unless it is its own main param.
+
+        Args:
+            factors: one factor for each row of ``parameter``, on the device of the main param.
+        """
+        main_param, partition = self.main_params.get(parameter), self._partitions.get(parameter)
+        if main_param is None:
+            return
+        if partition is not None and partition.dim == 0:
+            factors = partition.slice(factors, self.group_of(parameter).rank)
+        main_param.mul_(factors.to(main_param.dtype).view(-1, *[1] * (main_param.dim() - 1)))
 
     def set_grads(self, grads: Sequence[torch.Tensor]) -> None:
         """Set main-param gradients in parameter order; with optimizer offload they are copied to the CPU."""
@@ -220,7 +237,7 @@ class ParamStore:
             weights = {
                 p: ShardedWeight(p.detach(), shard, self._partitions[p]) for p, shard in self.weight_shards.items()
             }
-            self.units = ParamUnits(module, weights, self.data_group, prefetches=self._prefetches)
+            self.units = ParamUnits(module, weights, self.data_group, self.group_of, prefetches=self._prefetches)
 
     def _make_deferred_gather(self, module: torch.nn.Module) -> ParamGather | None:
         has_shards = bool(self._partitions) and not self._shards_weights and self.data_group.size > 1
@@ -264,6 +281,23 @@ class ParamStore:
         """Free gathered weights after a backward. Collective under ZeRO 3."""
         if self.units is not None:
             self.units.end_micro_batch()
+
+    def begin_action(self, action_type: str, chunk: int) -> None:
+        """Announce an action of a pipeline schedule, before which ZeRO 3 starts to gather weights. Collective."""
+        if self.units is not None:
+            self.units.begin_action(action_type, chunk)
+
+    def end_action(self) -> None:
+        """Free the weights that ZeRO 3 has gathered for the running action of a pipeline schedule. Collective."""
+        if self.units is not None:
+            self.units.end_action()
+
+    def reading_weights(self) -> AbstractContextManager[None]:
+        """Return a context for code outside of the model's forward that calls layers, such as a loss function.
+
+        Under ZeRO 3, layers called in the context gather their weights, and backward gathers them again.
+        """
+        return nullcontext() if self.units is None else self.units.forward_scope()
 
     @torch.no_grad()
     def copy_to_parameters(self, *, deferred: bool = False) -> None:

@@ -229,16 +229,15 @@ def _variants(planner: Planner, base_layout: Layout, fixed: Mapping[str, Any]) -
     for (schedule, chunks), recompute_choice, zero, sequence_parallel, ranks in product(
         orders, recompute, stages, sequence_options, experts
     ):
-        if ranks == 1 or zero <= max_zero_stage(base_layout):
-            yield replace(
-                base_layout,
-                schedule=schedule,
-                chunks=chunks,
-                recompute=recompute_choice,
-                zero_stage=zero,
-                sequence_parallel=sequence_parallel,
-                expert=ranks,
-            )
+        yield replace(
+            base_layout,
+            schedule=schedule,
+            chunks=chunks,
+            recompute=recompute_choice,
+            zero_stage=zero,
+            sequence_parallel=sequence_parallel,
+            expert=ranks,
+        )
 
 
 def expert_sizes(planner: Planner, layout: Layout) -> list[int]:
@@ -247,15 +246,10 @@ def expert_sizes(planner: Planner, layout: Layout) -> list[int]:
     return [n for n in divisors(layout.data * layout.context) if num_experts % n == 0] if num_experts else [1]
 
 
-def max_zero_stage(layout: Layout) -> int:
-    """Return the highest ZeRO stage supported with expert parallelism."""
-    return 0 if layout.optimizer == "muon" else 1
-
-
 def _zero_stages(planner: Planner, base_layout: Layout) -> list[int]:
     if base_layout.zero.replicas == 1 or base_layout.optimizer == "adafactor":
         return [0]
-    if base_layout.pipe > 1 or not base_layout.overlap_grad_reduce:
+    if not base_layout.overlap_grad_reduce:
         return [0, 1]
     return [0, 1, 2] if planner.config.parallel.compile else [0, 1, 2, 3]
 
@@ -393,16 +387,12 @@ def changes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layout]]:
             f"--batch-size {micro} --gas {num_micro_batches}",
             replace(layout, micro_batch_size=micro, num_micro_batches=num_micro_batches),
         )
-    last = max_zero_stage(layout) if layout.expert > 1 else 1 if layout.pipe > 1 else 3
     if layout.data > 1 and layout.optimizer != "adafactor":
-        for stage in range(layout.zero_stage + 1, last + 1):
+        for stage in range(layout.zero_stage + 1, FULL_SHARDING_STAGE + 1):
             yield f"--zero-stage {stage}", replace(layout, zero_stage=stage)
     for ranks in expert_sizes(planner, layout):
         if ranks > layout.expert:
-            redistributed = replace(
-                _with_zero_stage(layout, min(layout.zero_stage, max_zero_stage(layout))), expert=ranks
-            )
-            yield f"--expert-model-parallel-size {ranks}" + _lowering_flags(layout, redistributed), redistributed
+            yield f"--expert-model-parallel-size {ranks}", replace(layout, expert=ranks)
     yield from _doubled_axes(planner, layout)
     lengths = planner.config.sequence_lengths
     if layout.tensor > 1 and not layout.sequence_parallel and all(n % layout.tensor == 0 for n in lengths):
@@ -430,9 +420,8 @@ def _doubled_axes(planner: Planner, layout: Layout) -> Iterator[tuple[str, Layou
     pipe = layout.pipe * AXIS_FACTOR
     if pipe * layout.chunks <= planner.config.total_layers:
         schedule = ONE_CHUNK[0] if layout.pipe == 1 and layout.chunks == 1 else layout.schedule
-        piped = _with_zero_stage(fewer, min(fewer.zero_stage, 1))
         flags = f"--pipe-parallel-size {pipe} --gas {fewer.num_micro_batches}"
-        yield flags + _lowering_flags(layout, piped), replace(piped, pipe=pipe, schedule=schedule)
+        yield flags + _lowering_flags(layout, fewer), replace(fewer, pipe=pipe, schedule=schedule)
 
 
 def _with_zero_stage(layout: Layout, stage: int) -> Layout:

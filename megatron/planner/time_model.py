@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megatron.config.newton_schulz import newton_schulz_flops
 from megatron.costs.cost import Costs, Product, Work
-from megatron.costs.memory import BYTES, SavedBytes, State
+from megatron.costs.memory import BYTES, GRADIENT_SHARDING_STAGE, SavedBytes, State
 from megatron.planner.layout import Layout
 from megatron.planner.machine import HEAD, LAYER, SPLIT_SUFFIX, EfficiencyFactor, EfficiencyFactors, Link, Machine, Wire
 from tds.schedule import V
@@ -412,35 +412,64 @@ class CommunicationModel:
         num_expert = self.costs.stage_distributed_parameters(bounds, layout.tensor, *placement_args)[fullest]
         num_dense = parameters_by_stage[fullest] - num_expert
         group = Group.on_machine(machine, layout.data * layout.context, layout.stride("context"), layout.world_size)
-        m, stage = layout.num_micro_batches, layout.zero_stage
-        overlap_s = 0.0 if machine.is_cpu else backward_s
-        gradients, weights = num_dense * state.gradient, num_dense * state.width
-        stays_sharded = stage == 1 and not machine.is_cpu and (layout.overlap_grad_reduce or layout.pipe > 1)
-        if stays_sharded:
-            sent = group.reduce_scatter(gradients).hidden_by(overlap_s if layout.overlap_grad_reduce else 0.0)
-        elif stage < 2:
-            sent = group.all_reduce(gradients).hidden_by(overlap_s if layout.overlap_grad_reduce else 0.0)
-        elif stage == 2:
-            sent = group.reduce_scatter(gradients).hidden_by(overlap_s).repeated(m) + group.all_gather(weights)
-        else:
-            forward_s = overlap_s / (3 if layout.recompute == "full" else 2)
-            backward = (group.reduce_scatter(gradients) + group.all_gather(weights)).hidden_by(overlap_s)
-            sent = (group.all_gather(weights).hidden_by(forward_s) + backward).repeated(m)
-        if stage == 1:
-            sent += group.all_gather(weights)
         expert_group = Group.on_machine(
             machine, layout.expert_replicas, layout.stride("context") * layout.expert, layout.world_size
         )
+        sent = self._replica_traffic(layout, group, num_dense, state, backward_s)
         if num_expert:
-            sent += expert_group.all_reduce(num_expert * state.gradient)
-            sent += expert_group.all_gather(num_expert * state.width) if stage == 1 else Traffic()
-        if layout.optimizer != "muon":
+            sent += self._expert_replica_traffic(layout, expert_group, num_expert, state, backward_s)
+        if layout.optimizer not in ("muon", "adamuon"):
             return sent, self._update(layout, num_dense, num_expert, state)
         matrices_of_stages = self.costs.stage_matrices(bounds, layout.pipe, placement=layout.placement.style)
         products = max(matrices_of_stages, key=lambda expert_group: sum(one.weights for one in expert_group))
         matrices = sum(product.weights for product in products) // layout.tensor
-        muon_messages, seconds = self._muon_update(layout, products, expert_group)
-        return sent + muon_messages, seconds + self._update(layout, num_dense, num_expert, state, matrices)
+        seconds = self._update(layout, num_dense, num_expert, state, matrices)
+        for is_distributed, replicas in ((False, group), (True, expert_group)):
+            owned = [product for product in products if product.is_distributed == is_distributed]
+            if owned:
+                muon_messages, newton_schulz_s = self._muon_update(layout, owned, replicas)
+                sent, seconds = sent + muon_messages, seconds + newton_schulz_s
+        return sent, seconds
+
+    def _replica_traffic(
+        self, layout: Layout, group: Group, num_parameters: int, state: State, backward_s: float
+    ) -> Traffic:
+        """Return the traffic per step for parameters that all replicas hold."""
+        m, stage, is_cpu = layout.num_micro_batches, layout.zero_stage, self.machine.is_cpu
+        gradients, weights = num_parameters * state.gradient, num_parameters * state.width
+        if stage > 1:
+            return self._sharded_traffic(layout, group, gradients, weights, backward_s).repeated(m) + (
+                group.all_gather(weights) if stage == GRADIENT_SHARDING_STAGE else Traffic()
+            )
+        overlap_s = backward_s if layout.overlap_grad_reduce and not is_cpu else 0.0
+        stays_sharded = stage == 1 and not is_cpu and (layout.overlap_grad_reduce or layout.pipe > 1)
+        reduction = group.reduce_scatter(gradients) if stays_sharded else group.all_reduce(gradients)
+        return reduction.hidden_by(overlap_s) + (group.all_gather(weights) if stage else Traffic())
+
+    def _expert_replica_traffic(
+        self, layout: Layout, group: Group, num_parameters: int, state: State, backward_s: float
+    ) -> Traffic:
+        """Return the traffic per step for experts, which only some replicas hold: ``group``."""
+        gradients, weights = num_parameters * state.gradient, num_parameters * state.width
+        if layout.zero_stage > 1:
+            return self._replica_traffic(layout, group, num_parameters, state, backward_s)
+        return group.all_reduce(gradients) + (group.all_gather(weights) if layout.zero_stage else Traffic())
+
+    def _sharded_traffic(
+        self, layout: Layout, group: Group, gradients: int, weights: int, backward_s: float
+    ) -> Traffic:
+        """Return the traffic per micro-batch of ZeRO 2 (gradients) and 3 (weights, too).
+
+        Args:
+            gradients, weights: bytes.
+        """
+        overlap_s = 0.0 if self.machine.is_cpu else backward_s
+        reduction = group.reduce_scatter(gradients)
+        if layout.zero_stage == GRADIENT_SHARDING_STAGE:
+            return reduction.hidden_by(overlap_s)
+        forward_s = overlap_s / (3 if layout.recompute == "full" else 2)
+        backward = (reduction + group.all_gather(weights)).hidden_by(overlap_s)
+        return group.all_gather(weights).hidden_by(forward_s) + backward
 
     def _muon_update(self, layout: Layout, products: Sequence[Product], data: Group) -> tuple[Traffic, float]:
         """Return the traffic of Muon's update, and the duration of the Newton-Schulz steps in seconds.
@@ -449,7 +478,7 @@ class CommunicationModel:
         count as one matrix, and so do gate and up. Matrices are sent to their owner and back with 2 bytes per element.
 
         Args:
-            data: group of the ranks that hold the same experts.
+            data: group of the ranks that hold the same matrices.
         """
         machine, owners = self.machine, layout.tensor * data.size
         dtype = "bf16" if "bf16" in machine.product_flops else layout.dtype

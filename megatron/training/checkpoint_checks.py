@@ -34,8 +34,28 @@ def check_fits(checkpoint: Checkpoint, config: Config, fingerprint: str | None, 
             f"--optimizer must match the checkpoint, got --optimizer {now} and {saved} in {checkpoint.path}. "
             "Use the same optimizer, or add --no-load-optim to continue with new optimizer state."
         )
+    if options.optimizer:
+        _check_second_moments(checkpoint, config)
     if options.optimizer and not is_deepspeed_checkpoint(checkpoint):
         check_moments(checkpoint)
+
+
+def _check_second_moments(checkpoint: Checkpoint, config: Config) -> None:
+    """Raise CheckpointError if adaptive Muon's second moments were saved for another method or other matrices."""
+    if config.optimizer.optimizer != "adaptive_muon":
+        return
+    names = ["adaptive_muon_moment2_method"]
+    if config.optimizer.adaptive_muon_moment2_method == "normuon":
+        names += ["muon_split_qkv", "muon_split_qkv_heads"]
+    saved = former.convert_settings(checkpoint.metadata.get("config", {})).get("optimizer", {})
+    for name in names:
+        now = getattr(config.optimizer, name)
+        if saved.get(name, now) != now:
+            raise CheckpointError(
+                f"--{name.replace('_', '-')} must match the checkpoint with --optimizer adaptive_muon, got {now} and "
+                f"{saved[name]} in {checkpoint.path}. Use the same value, or add --no-load-optim to continue with new "
+                "optimizer state."
+            )
 
 
 def has_moments(checkpoint: Checkpoint) -> bool:

@@ -66,7 +66,7 @@ RULES = (
         "samples would be repeated or lost; --allow-data-change, --finetune (resume_order)",
     ),
     Rule(
-        "--optimizer", (), MUST_MATCH,
+        "--optimizer, --adaptive-muon-moment2-method", (), MUST_MATCH,
         "its moments would have another meaning; --no-load-optim, --load-weights-only, --finetune (check_fits)",
     ),
     Rule(
@@ -77,8 +77,9 @@ RULES = (
         "megatron, another number of epochs changes the order and is rejected like another seed (resume_order)",
     ),
     Rule(
-        "--batch-size, --gas, replicas, --rampup-batch-size",
-        ("batch.batch_size", "batch.gas", "batch.requested_global_batch_size", "batch.rampup_batch_size"), WARNED,
+        "--batch-size, --gas, replicas, --rampup-batch-size, --step-batch-size-schedule",
+        ("batch.batch_size", "batch.gas", "batch.requested_global_batch_size", "batch.rampup_batch_size",
+         "batch.step_batch_size_schedule"), WARNED,
         "the position is stored in samples, so a run with any batch size continues with the next sample. "
         "A learning-rate schedule or run length in samples or tokens follows the samples",
     ),
@@ -88,22 +89,29 @@ RULES = (
     ),
     Rule(
         "--lr, --lr-embedding, --lr-head, --lr-by-name, --decoupled-lr, --decoupled-min-lr, --min-lr, "
-        "--lr-decay-style, --warmup, --lr-warmup-rounding, --lr-step-offset, --wsd-decay-fraction",
+        "--lr-decay-style, --warmup, --lr-warmup-rounding, --lr-warmup-init, --lr-step-offset, --wsd-decay-fraction, "
+        "--weight-decay-incr-style, --start-weight-decay, --end-weight-decay",
         ("optimizer.lr", "optimizer.lr_embedding", "optimizer.lr_head", "optimizer.lr_by_name",
          "optimizer.decoupled_lr", "optimizer.decoupled_min_lr", "optimizer.min_lr", "optimizer.lr_decay_style",
          "optimizer.warmup", "optimizer.lr_warmup_rounding", "optimizer.lr_step_offset", "optimizer.lr_warmup_iters",
+         "optimizer.lr_warmup_init", "optimizer.weight_decay_incr_style", "optimizer.start_weight_decay",
+         "optimizer.end_weight_decay",
          "optimizer.lr_warmup_samples", "optimizer.wsd_decay_fraction",
          "optimizer.lr_wsd_decay_iters", "optimizer.lr_wsd_decay_samples", "optimizer.lr_wsd_decay_style"), WARNED,
         "the current schedule applies from the checkpoint's number of updates (or their samples) on",
     ),
     Rule(
-        "--weight-decay, --weight-decay-by-name, --adam-*, --sgd-momentum, --muon-*, --clip-grad, --z-loss, "
-        "--mtp-loss-scaling-factor, --loss-average",
+        "--weight-decay, --weight-decay-by-name, --adam-*, --sgd-momentum, --muon-*, --adaptive-muon-beta2, "
+        "--adaptive-muon-eps, --clip-grad, --z-loss, "
+        "--qk-clip, --qk-clip-threshold, --qk-clip-alpha, --qk-clip-bound, --mtp-loss-scaling-factor, --loss-average",
         ("optimizer.weight_decay", "optimizer.weight_decay_by_name", "optimizer.adam_beta1", "optimizer.adam_beta2",
          "optimizer.adam_eps", "optimizer.clip_grad", "optimizer.muon_momentum", "optimizer.muon_nesterov",
-         "optimizer.muon_num_ns_steps", "optimizer.muon_scale_mode", "optimizer.muon_extra_scale_factor",
+         "optimizer.muon_num_ns_steps", "optimizer.muon_coefficient_type", "optimizer.muon_fp32_matmul_prec",
+         "optimizer.adaptive_muon_beta2", "optimizer.adaptive_muon_eps", "optimizer.muon_scale_mode",
+         "optimizer.muon_extra_scale_factor",
          "optimizer.muon_split_qkv", "optimizer.muon_split_qkv_heads", "optimizer.sgd_momentum", "model.z_loss",
-         "model.mtp_loss_scaling_factor", "model.loss_average"), WARNED,
+         "model.mtp_loss_scaling_factor", "model.loss_average", "model.qk_clip", "model.qk_clip_threshold",
+         "model.qk_clip_alpha", "model.qk_clip_bound"), WARNED,
         "applies from the next step on",
     ),
     Rule(

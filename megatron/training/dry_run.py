@@ -185,12 +185,13 @@ def plan_rows(
         f"{batch.batch_size} x {batch.describe_gas(num_replicas)} micro-batches x {num_replicas} replicas",
     )
     if batch.rampup_batch_size is not None:
-        batch_sizes = batch.batch_sizes(num_replicas)
-        yield (
-            "batch ramp-up",
-            f"from {batch_sizes.start} samples per step by {batch_sizes.increment} over {batch_sizes.samples:,} "
-            "samples",
-        )
+        start, increment, samples = batch.rampup_batch_size.split()
+        yield "batch ramp-up", f"from {start} samples per step by {increment} over {int(samples):,} samples"
+    elif batch.step_batch_size_schedule is not None:
+        sizes = batch.batch_sizes(num_replicas)
+        first, *later = [*sizes.starts, (sizes.samples, sizes.full)]
+        changes = (f"{size} from sample {start:,} on" for start, size in later)
+        yield "batch schedule", ", ".join([f"{first[1]} samples per step", *changes])
     yield from schedule_rows(config, num_replicas)
     yield from _length_rows(config, num_replicas)
     yield from sample_rows(config)
@@ -206,7 +207,7 @@ def plan_rows(
         yield "dropped", f"unknown flags: {', '.join(config.dropped)}"
     if config.shadowed:
         yield "no effect", "; ".join(f"{flag} ({reason})" for flag, reason in config.shadowed.items())
-    if config.optimizer.optimizer == "muon":
+    if config.optimizer.is_muon:
         yield "optimizer", _muon_text(config, topology)
     if config.optimizer.optimizer == "sgd":
         yield "optimizer", f"SGD, momentum {config.optimizer.sgd_momentum:g}"
@@ -218,19 +219,27 @@ def plan_rows(
 
 def _muon_text(config: Config, topology: Topology) -> str:
     """Describe the parameters that Muon updates, and the ranks that own the matrices."""
-    settings, num_owners = config.optimizer, topology.tensor * topology.data_context // topology.expert
+    settings, num_owners = config.optimizer, topology.tensor * topology.data_context
     costs = registry.costs_of(config).with_expert_ranks(1)
     matrix_groups = costs.stage_matrices([0, costs.num_units])[0]
     flops = sum(
         group.count * newton_schulz_flops(group.inner, group.columns, settings.muon_num_ns_steps)
         for group in matrix_groups
     )
+    name, details = "Muon", f"momentum {settings.muon_momentum:g}, {settings.muon_scale_mode}"
+    if settings.optimizer == "adaptive_muon":
+        name = "NorMuon" if settings.adaptive_muon_moment2_method == "normuon" else "AdaMuon"
+        details += f", beta2 {settings.adaptive_muon_beta2:g}"
+    if settings.muon_coefficient_type != "simple":
+        details += f", {settings.muon_coefficient_type}"
     text = (
-        f"Muon for {human_count(sum(group.weights for group in matrix_groups))} parameters in matrices of layers "
-        f"(momentum {settings.muon_momentum:g}, {settings.muon_scale_mode}), AdamW for all others; Newton-Schulz takes "
-        f"{flops / 1e12:,.3g} TFLOP per step"
+        f"{name} for {human_count(sum(group.weights for group in matrix_groups))} parameters in matrices of layers "
+        f"({details}), AdamW for all others; Newton-Schulz takes {flops / 1e12:,.3g} TFLOP per step"
     )
-    return text if num_owners == 1 else f"{text}, by {num_owners} owners of full matrices on each stage"
+    if num_owners == 1:
+        return text
+    expert_text = f", {num_owners // topology.expert} owners of each expert's" if topology.expert > 1 else ""
+    return f"{text}, by {num_owners} owners of full matrices on each stage{expert_text}"
 
 
 def _length_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
@@ -359,10 +368,14 @@ def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     if sharded and replicas > 1:
         names = ", ".join(sharded[:-1]) + (" and " if len(sharded) > 1 else "") + sharded[-1]
         num_ranks = config.parallel.expert_model_parallel_size if config.model.num_experts else 1
-        experts_text = f"; {replicas // num_ranks} replicas share the states of each expert" if num_ranks > 1 else ""
+        expert_replicas = replicas // num_ranks
+        experts_text = f"; {expert_replicas} replicas share those of each expert" if num_ranks > 1 else ""
+        experts_text = (
+            "; each expert is on one replica, which shards nothing of it" if expert_replicas == 1 else experts_text
+        )
         yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {names}{experts_text}"
     states = f"main params and optimizer states, updated there by {settings.cpu_adam}'s AdamW"
-    if settings.optimizer == "muon":
+    if settings.is_muon:
         states = (
             f"main params and optimizer states, updated there except for Newton-Schulz; {settings.cpu_adam}'s AdamW"
         )

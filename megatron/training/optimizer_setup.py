@@ -21,7 +21,9 @@ from megatron.optim import (
     ParamInit,
     build_optimizer,
 )
+from megatron.optim.moment2 import AdaptiveArgs
 from megatron.optim.param_rates import RateTable
+from megatron.optim.weight_decay import WeightDecaySchedule
 from megatron.training import fused_kernels
 from megatron.training.world import World
 
@@ -52,7 +54,7 @@ def make_optimizer(
     named_rates = [(name, parameter, table.rate_of(name, parameter)) for name, parameter in named_parameters(module)]
     return build_optimizer(
         module.parameters(),
-        name=settings.optimizer,
+        name="muon" if settings.is_muon else settings.optimizer,
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         betas=(settings.adam_beta1, settings.adam_beta2),
@@ -94,7 +96,13 @@ def check_rate_patterns(config: Config, module: torch.nn.Module, world: World) -
 
 
 def _muon_args(settings: OptimizerConfig) -> MuonArgs:
-    return MuonArgs(**{field.name: getattr(settings, f"muon_{field.name}") for field in fields(MuonArgs)})
+    names = [field.name for field in fields(MuonArgs) if field.name != "adaptive"]
+    adaptive = None
+    if settings.optimizer == "adaptive_muon":
+        adaptive = AdaptiveArgs(
+            settings.adaptive_muon_moment2_method, settings.adaptive_muon_beta2, settings.adaptive_muon_eps
+        )
+    return MuonArgs(**{name: getattr(settings, f"muon_{name}") for name in names}, adaptive=adaptive)
 
 
 def _adam_constructor(config: Config) -> Callable[..., torch.optim.Optimizer] | None:
@@ -133,6 +141,20 @@ def make_lr_scheduler(config: Config) -> LRScheduler:
         wsd_length=settings.lr_wsd_decay_samples if settings.lr_follows_samples else settings.lr_wsd_decay_iters,
         wsd_style=settings.lr_wsd_decay_style,
         step_offset=settings.lr_step_offset,
+        warmup_init=settings.lr_warmup_init,
+    )
+
+
+def make_weight_decay_schedule(config: Config, data_parallel_size: int) -> WeightDecaySchedule | None:
+    """Build the schedule of the weight decay, in the unit of the learning rate's schedule; None if it is constant."""
+    settings, batch = config.optimizer, config.batch
+    if settings.start_weight_decay is None or settings.end_weight_decay is None:
+        return None
+    length = batch.train_iters
+    if settings.lr_follows_samples:
+        length = batch.train_samples or batch.batch_sizes(data_parallel_size).consumed_after(length)
+    return WeightDecaySchedule(
+        settings.start_weight_decay, settings.end_weight_decay, settings.weight_decay_incr_style, length
     )
 
 

@@ -33,7 +33,8 @@ class Trace:
 
     Args:
         losses: training loss by step.
-        other_losses: all other losses in step order, such as load-balance losses of experts.
+        other_losses: all other losses in step order, such as load-balance losses of experts, and the largest attention
+            logits if they are measured.
         expert_tokens: tokens by step, layer and expert, with the dropped tokens in the last column; int64.
         gradients: first step's gradients, reduced and before clipping; shards of global tensors by name.
         weights: weights after the last step; shards of global tensors by name.
@@ -99,6 +100,8 @@ def trace_steps(
             result = trainer.train_step()
             trace.losses.append(result.loss)
             trace.other_losses += result.losses.values()
+            if engine.logits is not None:
+                trace.other_losses.append(engine.logits.largest())
             if (expert_load := result.expert_load) is not None:
                 trace.expert_tokens.append(torch.cat([expert_load.tokens, expert_load.dropped.unsqueeze(1)], dim=1))
             trace.grad_norms.append(result.grad_norm)

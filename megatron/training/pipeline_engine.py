@@ -31,6 +31,7 @@ from tds.loss import (
     is_weighted,
     named_losses,
 )
+from tds.schedule import Action
 from tds.user_functions import LossFn
 
 
@@ -47,6 +48,7 @@ class PipelineStepEngine:
         self.share, self.micro_batch_tokens = share, micro_batch_tokens
         self.averages_micro_batches = settings.averages_micro_batches
         self.routers, self.device = settings.routers, torch.device(engine.device)
+        self.logits = settings.logits
         self._step, self._step_share, self._micro_batch = 0, share, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
@@ -57,7 +59,7 @@ class PipelineStepEngine:
         engine.mean_num_micro_batches = share.mean_num_micro_batches
         engine.module.loss_fn = self._recording_losses(with_weighted_pairs(engine.module.loss_fn))
         engine.on_micro_batch = self._start_micro_batch
-        engine.on_action = lambda action: self.on_activity(f"step {self._step + 1}, {action}")
+        engine.on_action = self._begin_action
         engine.on_loss = lambda _: self.on_loss(loss_values(engine.means)[0])
 
     def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:
@@ -73,8 +75,12 @@ class PipelineStepEngine:
         if self.routers is not None:
             tokens = self.micro_batch_tokens * mean_num_micro_batches
             self.routers.set_scale(scale / token_weight(tokens, self.grid, is_mean=self._trains_on_means))
+        if self.logits is not None:
+            self.logits.start_step()
         with as_data_error():
             self.engine.train_batch(data)
+        if self.logits is not None:
+            self.logits.end_forwards()
         result = make_step_result(*loss_values(self.engine.means), scale, self.optimizer)
         return result if self.routers is None else with_router_losses(result, self.routers, self.optimizer, self.device)
 
@@ -100,6 +106,11 @@ class PipelineStepEngine:
         """Return (compute seconds since the last call, without waits for other stages; step count)."""
         return busy_seconds(self.engine.step_times("busy"))
 
+    def _begin_action(self, action: Action) -> None:
+        """Report the action, and announce it to ZeRO 3, which gathers the weights that it reads. Collective."""
+        self.on_activity(f"step {self._step + 1}, {action}")
+        self.optimizer.store.begin_action(type(action).__name__, action.chunk)
+
     def _start_micro_batch(self, micro_batch: int) -> None:
         """Set the dropout mask position; called by the engine before each micro-batch."""
         self._micro_batch = micro_batch
@@ -110,7 +121,8 @@ class PipelineStepEngine:
         """Wrap ``loss_fn`` to record the loss of each micro-batch in a step."""
 
         def recorded_loss(output: Any, labels: Any) -> Any:
-            loss = loss_fn(output, labels)
+            with self.optimizer.store.reading_weights():
+                loss = loss_fn(output, labels)
             if torch.is_grad_enabled():
                 loss = mean_of_micro_batch(loss, self.grid.context) if self.averages_micro_batches else loss
                 trained_loss = next(iter(named_losses(loss, self._micro_batch).values()))

@@ -73,6 +73,7 @@ def step_callbacks(config: Config, parameter_counts: Sequence[int], bytes_before
             lambda: (config.model, stability),
         ),
         CallbackRow(logging.log_layer_norms, "layer_norms:LayerNorms"),
+        CallbackRow(is_training and config.model.measures_logits, "attention_logits:AttentionLogitLogger"),
         CallbackRow(any(splits.values()), "evaluator:Evaluator", lambda: (evaluation_interval, splits["test"])),
         CallbackRow(
             is_training and bool(logging.eval_tasks),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from megatron import object_store
 from megatron.config import Config
 from megatron.config.data_paths import parse_paths
+from megatron.config.skipped_steps import SkippedSteps
 
 _HEADER = struct.Struct("<9sQB")
 _TOKEN_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 8: 2}
@@ -21,8 +22,16 @@ def schedule_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     if config.checkpoint.eval_only or not steps:
         return
     yield "learning rate", schedule_text(config, replicas)
+    if skipped := config.batch.skipped_steps:
+        yield "skipped steps", skipped_steps_text(skipped, steps)
     samples = config.batch.batch_sizes(replicas).consumed_after(steps)
     yield "tokens", f"{samples * config.tokens_per_sample:,} in {steps:,} steps ({samples:,} samples)"
+
+
+def skipped_steps_text(skipped: SkippedSteps, steps: int) -> str:
+    """Describe the steps that --iterations-to-skip skips, such as "5, 101-200: 101 of 1,000 steps"."""
+    texts = [f"{part[0]:,}-{part[-1]:,}" if len(part) > 1 else f"{part[0]:,}" for part in skipped.ranges]
+    return f"{', '.join(texts)}: {skipped.num_steps:,} of {steps:,} steps consume their samples without an update"
 
 
 def schedule_text(config: Config, replicas: int) -> str:

@@ -15,6 +15,7 @@ from megatron.config import Config
 from megatron.errors import ConfigError
 from megatron.models.common.experts import stack_expert_weights
 from megatron.models.common.parameters import Rule, initialize
+from megatron.models.common.qk_clip import AttentionLogits
 from megatron.models.common.router import Routers
 from megatron.models.registry import model_parts
 from megatron.mpu.philox_dropout import PhiloxDropout
@@ -91,6 +92,11 @@ def build_engine(
     routers = None
     if config.model.num_experts:
         routers = Routers(module, world.grid, sequence_parallel=config.parallel.sequence_parallel)
+    logits = None
+    if config.model.measures_logits:
+        dtype = torch.float64 if config.precision.dtype == "fp64" else torch.float32
+        logits = AttentionLogits(module, config.model, world.grid, optimizer.store, world.device, dtype)
+        optimizer.after_update = logits.clip if logits.clips else None
     settings = StepSettings(
         grid=world.grid,
         streams=streams,
@@ -98,6 +104,7 @@ def build_engine(
         micro_batch_tokens=batch.batch_size * world.grid.data.size * config.loss_tokens_per_sample,
         averages_micro_batches=config.model.loss_average == "micro-batch",
         routers=routers,
+        logits=logits,
     )
     if has_pipeline:
         return PipelineStepEngine(engine, settings)

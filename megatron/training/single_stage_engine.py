@@ -62,6 +62,7 @@ class SingleStageEngine:
         self.grid, self.streams = settings.grid, settings.streams
         self.share, self.micro_batch_tokens = settings.share, settings.micro_batch_tokens
         self.averages_micro_batches, self.routers = settings.averages_micro_batches, settings.routers
+        self.logits = settings.logits
         self._make_deepspeed_engine = make_deepspeed_engine
         self._set_engine(engine)
         self.device = torch.device(engine.device)
@@ -110,6 +111,8 @@ class SingleStageEngine:
         self.engine.train()
         self.engine.set_gradient_accumulation_boundary(False)
         self.micro_losses.clear()
+        if self.logits is not None:
+            self.logits.start_step()
 
         # 1. Forward and backward of each micro-batch; gradients accumulate.
         start_mark = self._clock.mark()
@@ -133,6 +136,8 @@ class SingleStageEngine:
             self.engine.backward(trained_loss * optimizer.loss_scale, scale_wrt_gas=False)
             optimizer.end_micro_batch()
         self._busy_timer.record(start_mark, self._clock.mark(), [])
+        if self.logits is not None:
+            self.logits.end_forwards()
 
         # 2. All-reduce of the losses over the replicas.
         self.on_activity(f"step {step + 1}, reduction and update")

@@ -35,8 +35,11 @@ def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimize
         state = optimizer.inner.state.get(main_param, {})
         for key, value in sorted(state.items()):
             if isinstance(value, torch.Tensor) and key != "step":
-                shard = _shard_of_state(key, value, main_param)
-                yield TensorRecord(f"optimizer/{key}/{name}", value, shard, optimizer.owns(parameter))
+                if value.dim() == 1 < main_param.dim():  # NorMuon's second moments: one vector, equal on all ranks
+                    shard, is_owner = Shard(tuple(value.shape)), optimizer.owns_replicated_state(parameter)
+                else:
+                    shard, is_owner = _shard_of_state(key, value, main_param), optimizer.owns(parameter)
+                yield TensorRecord(f"optimizer/{key}/{name}", value, shard, is_owner)
 
 
 def router_records(module: torch.nn.Module, world: World) -> Iterator[TensorRecord]:

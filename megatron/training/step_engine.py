@@ -11,6 +11,7 @@ import torch
 
 from megatron.config.batch import Share
 from megatron.errors import DataError
+from megatron.models.common.qk_clip import AttentionLogits
 from megatron.models.common.router import Routers
 from megatron.mpu.groups import Grid
 from megatron.mpu.random import DropoutStreams
@@ -34,6 +35,7 @@ class StepSettings:
             divisor (``loss_forms.nominal_weight``).
         averages_micro_batches: train on the mean of micro-batch means (--loss-average micro-batch).
         routers: routers in this rank's MoE layers; None for a dense model.
+        logits: measures the attention logits of this rank's layers; None if they are not needed.
     """
 
     grid: Grid
@@ -42,6 +44,7 @@ class StepSettings:
     micro_batch_tokens: int
     averages_micro_batches: bool = False
     routers: Routers | None = None
+    logits: AttentionLogits | None = None
 
 
 class StepEngine(Protocol):
@@ -53,6 +56,7 @@ class StepEngine(Protocol):
         on_activity: called with a description of each action in a step before the action starts.
         micro_losses: losses (or loss sums) in the last step by micro-batch, on this replica's last stage.
         has_weighted_loss: True if the loss is a pair (sum, count); set on the last stage after the first loss.
+        logits: measures the attention logits of each step; None if they are not needed.
     """
 
     module: torch.nn.Module
@@ -61,6 +65,7 @@ class StepEngine(Protocol):
     on_activity: Callable[[str], None]
     micro_losses: dict[int, torch.Tensor]
     has_weighted_loss: bool | None
+    logits: AttentionLogits | None
     engine: Any
 
     def train_step(self, data: DataIterator, step: int, share: Share | None = None) -> StepResult:

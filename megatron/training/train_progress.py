@@ -51,6 +51,12 @@ class TrainProgress:
         """Return the ``progress`` entry for checkpoint metadata."""
         return {**asdict(self), "tokens_consumed": self.samples_consumed * tokens_per_sample}
 
+    def skip_step(self, num_samples: int) -> None:
+        """Count a step without an update whose ``num_samples`` samples are not read."""
+        self.step += 1
+        self.samples_consumed += num_samples
+        self.samples_skipped += num_samples
+
     @property
     def samples_updated(self) -> int:
         """Number of samples that updated the weights."""

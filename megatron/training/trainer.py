@@ -15,12 +15,13 @@ from megatron.config import Config
 from megatron.errors import NumericsError, StopRequest
 from megatron.optim.lr_scheduler import set_learning_rates
 from megatron.optim.param_rates import RateTable
+from megatron.optim.weight_decay import set_weight_decay
 from megatron.runtime.exit_signals import REGROUP_REASON, StopRequests
 from megatron.runtime.launcher_files import forwarded_signal
 from megatron.training.batch_iterators import TimedBatches
 from megatron.training.data import RunData
 from megatron.training.data_progress import epoch_metrics, token_metrics
-from megatron.training.optimizer_setup import make_lr_scheduler
+from megatron.training.optimizer_setup import make_lr_scheduler, make_weight_decay_schedule
 from megatron.training.step_engine import StepEngine
 from megatron.training.step_result import StepResult
 from megatron.training.step_samples import StepSamples
@@ -121,6 +122,7 @@ class Trainer:
 
     Attributes:
         batch_sizes: global batch size schedule in samples, as a function of samples consumed.
+        skipped_steps: steps of --iterations-to-skip.
         seq_lengths: sequence length schedule in tokens, as a function of tokens consumed.
         progress: step, update and sample counters.
         run_length: run limits.
@@ -149,8 +151,10 @@ class Trainer:
         self.config, self.world, self.engine, self.data, self.folder = config, world, engine, data, folder
         self.stop, self.phases = stop or StopRequests(), phases or RunPhases()
         self.lr_scheduler = make_lr_scheduler(config)
+        self.weight_decay_schedule = make_weight_decay_schedule(config, world.grid.data.size)
         self.run_length = config.run_length(world.grid.data.size)
         self.batch_sizes, self.seq_lengths = config.batch.batch_sizes(world.grid.data.size), config.batch.seq_lengths
+        self.skipped_steps = config.batch.skipped_steps
         self.progress = TrainProgress()
         self.batches: TimedBatches | None = None
         self.samples = StepSamples(0, 0, 0, config.batch.batch_size, world.grid.data.size)
@@ -196,8 +200,11 @@ class Trainer:
         """Take steps until a limit of the run is reached, or until any rank is asked to stop."""
         with self.phases.during(STEP):
             while self.has_steps_left:
-                with self.open_batches():  # reopened after each rollback
-                    while self.has_steps_left and self.end_step(self.train_step()):
+                if self.is_next_step_skipped:
+                    self.skip_step()
+                    continue
+                with self.open_batches():  # reopened after each rollback and after skipped steps
+                    while self.has_steps_left and not self.is_next_step_skipped and self.end_step(self.train_step()):
                         pass
 
     @property
@@ -214,6 +221,15 @@ class Trainer:
     def last_step(self) -> int:
         """The run's last step number, given the samples consumed so far."""
         return self.progress.step + self.steps_left
+
+    @property
+    def is_next_step_skipped(self) -> bool:
+        """True if --iterations-to-skip names the next step."""
+        return self.progress.step + 1 in self.skipped_steps
+
+    def skip_step(self) -> None:
+        """Advance the run by one step without reading its samples. No callback is called, as in Megatron-LM."""
+        self.progress.skip_step(self.batch_sizes.at(self.progress.samples_consumed))
 
     def open_batches(self) -> AbstractContextManager[Any]:
         """Open this rank's training data at the next sample; leaving the context closes the readers."""
@@ -232,6 +248,8 @@ class Trainer:
         lr_step = (progress.samples_updated, num_samples) if follows_samples else (progress.updates, 1)
         self._lr_position = self.lr_scheduler.position(*lr_step)
         self.learning_rate = set_learning_rates(self.engine.optimizer, self.lr_scheduler, self._lr_position)
+        if self.weight_decay_schedule is not None:
+            set_weight_decay(self.engine.optimizer, self.weight_decay_schedule.after(self._lr_position))
         self.call("on_step_start")
         try:
             result = self.engine.train_step(self.batches, progress.step, self.samples.share(self.world.grid.data.rank))
@@ -269,6 +287,7 @@ class Trainer:
     def log(self, result: StepResult) -> None:
         """Collect a step's metrics and call ``on_log``. docs/monitoring.md has the units and formulas."""
         consumed, per_sample = self.progress.samples_consumed, self.config.tokens_per_sample
+        decay = self.weight_decay_schedule
         self.call(
             "on_log",
             {
@@ -277,6 +296,7 @@ class Trainer:
                 **{name: value for name, value in result.losses.items() if name not in ("loss", "lm loss")},
                 "learning_rate": self.learning_rate,
                 **({"lr": self._rates_by_label()} if self.rates else {}),
+                **({} if decay is None else {"weight_decay": decay.after(self._lr_position)}),
                 "grad_norm": result.grad_norm,
                 "loss_scale": result.loss_scale,
                 "samples": consumed,

@@ -76,7 +76,9 @@ def make_param_init(config: Config, module: torch.nn.Module, world: World, rule:
         if is_uninitialized(parameter):
             initialize([(names[parameter], parameter)], seed=config.run.seed, rule=rule)
         else:
-            broadcast_from_first(parameter.detach(), world.device, world.grid.data_context)
+            is_expert = is_reduced_by_optimizer(parameter)
+            replicas = world.grid.expert_data if is_expert else world.grid.data_context
+            broadcast_from_first(parameter.detach(), world.device, replicas)
 
     return ParamInit(world.device, fill)
 

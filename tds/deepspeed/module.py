@@ -23,8 +23,10 @@ from tds.deepspeed.api import (
 )
 from tds.deepspeed.layer_profiler import ProfiledPartition, profile_partition
 from tds.deepspeed.shared_layers import (
+    borrowed_parameters,
     count_shared_parameters,
     index_shared_modules,
+    initialized_tied_weights,
     layer_parameters,
     shared_layer_indices,
     use_shared_modules,
@@ -107,8 +109,18 @@ class PipelineModule(BaseModule):
 
     def parameters_of(self, chunk: int) -> list[torch.nn.Parameter]:
         """Return the parameters of ``chunk``, including shared ones, in the order of its layers without duplicates."""
-        layers = self.forward_funcs if self.chunks == 1 else self._runs[chunk].forward_funcs
-        return list(dict.fromkeys(p for layer in layers for p in layer_parameters(layer)))
+        return list(dict.fromkeys(p for layer in self.layers_of(chunk) for p in layer_parameters(layer)))
+
+    def layers_of(self, chunk: int) -> list[Any]:
+        """Return the layers of ``chunk``: modules, functions, and partials that bind a tied module to a function."""
+        return list(self.forward_funcs if self.chunks == 1 else self._runs[chunk].forward_funcs)
+
+    def borrowed_parameters_of(self, chunk: int) -> list[torch.nn.Parameter]:
+        """Return the parameters that the layers of ``chunk`` read from modules outside of them.
+
+        These are the tied modules of functions and the shared modules (``tds.deepspeed.shared_layers``).
+        """
+        return list(dict.fromkeys(p for layer in self.layers_of(chunk) for p in borrowed_parameters(layer)))
 
     def ckpt_layer_path(self, ckpt_dir: str, local_layer_idx: int) -> str:
         """Return the file of the layer with a local index; file names contain the layer's index in the full model."""
@@ -164,8 +176,9 @@ class PipelineModule(BaseModule):
             run.select_recomputed_layers()
 
     def synchronize_tied_weights(self) -> None:
+        """Broadcast each tied weight that has values; weights that are drawn by name are equal on all stages."""
         set_module_timeouts(self)
-        with torch.no_grad():  # otherwise autograd would record the broadcast
+        with torch.no_grad(), initialized_tied_weights(self):  # otherwise autograd would record the broadcast
             super().synchronize_tied_weights()
 
     def partition_layers(self, method: Any) -> None:

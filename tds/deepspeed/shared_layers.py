@@ -14,13 +14,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from tds.deepspeed.api import LayerSpec, TiedLayerSpec, deepspeed, grid_of, layer_specs
-from tds.param_info import mark_tied_copy
+from tds.param_info import info_of, mark_tied_copy
 
 
 class Shared:
@@ -96,11 +97,38 @@ def layer_parameters(layer: Any) -> Iterator[torch.nn.Parameter]:
 
     A layer is a module, a function, or a ``functools.partial`` that binds a tied module to its ``forward_fn``.
     """
-    for owner in (layer, *getattr(layer, "args", ())):
-        if isinstance(owner, nn.Module):
-            yield from owner.parameters()
-            for shared_module in vars(owner).get("borrowed_modules", ()):
-                yield from shared_module.parameters()
+    if isinstance(layer, nn.Module):
+        yield from layer.parameters()
+    yield from borrowed_parameters(layer)
+
+
+def borrowed_parameters(layer: Any) -> Iterator[torch.nn.Parameter]:
+    """Yield the parameters that a built layer reads from modules outside of it: shared ones, and tied ones."""
+    modules = [module for module in getattr(layer, "args", ()) if isinstance(module, nn.Module)]
+    for module in modules:
+        yield from module.parameters()
+    for owner in (layer, *modules):
+        for shared_module in vars(owner).get("borrowed_modules", ()) if isinstance(owner, nn.Module) else ():
+            yield from shared_module.parameters()
+
+
+@contextmanager
+def initialized_tied_weights(module: Any) -> Iterator[None]:
+    """Leave weights that have no values yet out of ``module.tied_comms`` within the block."""
+    tied_comms = module.tied_comms
+    module.tied_comms = {
+        key: {
+            **comm,
+            "weight_attr": [
+                name for name in comm["weight_attr"] if not info_of(attrgetter(name)(comm["module"])).is_uninitialized
+            ],
+        }
+        for key, comm in tied_comms.items()
+    }
+    try:
+        yield
+    finally:
+        module.tied_comms = tied_comms
 
 
 def shared_layer_indices(specs: Sequence[Any]) -> dict[str, list[int]]:

@@ -18,6 +18,7 @@ from tds.engine.recompute import Recompute
 from tds.engine.schedule_plan import SchedulePlan
 from tds.engine.stage import Stage
 from tds.gradients import GradientSource, choose_bucket_numel, is_reduced_by_optimizer
+from tds.micro_batch_reducer import MicroBatchOrder, MicroBatchReducer
 from tds.p2p import process_groups
 from tds.p2p.communicator import P2PCommunicator
 from tds.p2p.packed_layout import TensorGroup
@@ -32,6 +33,13 @@ def make_bucket_reducer(
     if gradients is None or grid.data_parallel_size == 1:
         return None
     parameters_of = getattr(module, "parameters_of", lambda _: list(module.parameters()))
+    reduction = getattr(gradients, "backward_reduction", None)  # optional in a program's own gradient source
+    if reduction is not None:
+        chunks = [parameters_of(chunk) for chunk in range(num_chunks(module))]
+        micro_batch_order = MicroBatchOrder(
+            module.parameters(), chunks, reduction, bucket_numel=settings.reduce_bucket_size or None
+        )
+        return MicroBatchReducer(micro_batch_order, reduction, starts_early=settings.overlaps_reduction)
     chunks = [
         [p for p in parameters_of(chunk) if not is_reduced_by_optimizer(p)] for chunk in range(num_chunks(module))
     ]

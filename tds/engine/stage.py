@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 
+from tds.bucket_reducer import BucketReducer
 from tds.device import to_device
 from tds.engine.batch_structure import describe_structure
 from tds.engine.micro_batches import stage_inputs
@@ -169,8 +170,10 @@ class Stage:
         """Run the full backward of one micro-batch and send the input gradients to the previous stage."""
         with self._starting_reductions(action, call):
             self._run_backward(action, call)
-        if call.reducer is not None and action in self._program.last:
-            call.reducer.register_chunk_ready(action.chunk)
+        reducer = self._reducer_after(action, call)
+        if reducer is not None:
+            reducer.register_chunk_ready(action.chunk)
+            reducer.end_backward()
 
     def backward_split(self, action: Action, call: Call) -> None:
         """Run a full backward as two halves, for modules that defer their weight gradients in every backward."""
@@ -184,7 +187,7 @@ class Stage:
     def backward_weight(self, action: Action, call: Call) -> None:
         """Compute the weight gradients that ``backward_input`` deferred."""
         gradients = _gradients(call)
-        reducer = call.reducer if action in self._program.last else None
+        reducer = self._reducer_after(action, call)
         starts_early = reducer is not None and gradients.accumulates_in_hooks
         if reducer is not None and starts_early:
             reducer.register_chunk_ready(action.chunk, excluded=self.splitter.deferred_leaves(action_key(action)))
@@ -194,6 +197,14 @@ class Stage:
             gradients.after_backward()
         if reducer is not None:
             reducer.register_chunk_ready(action.chunk)
+            reducer.end_backward()
+
+    def _reducer_after(self, action: Action, call: Call) -> BucketReducer | None:
+        """Return the reducer if it reduces the gradients of the chunk after ``action``, otherwise None."""
+        reducer = call.reducer
+        if reducer is None or not (reducer.reduces_every_backward or action in self._program.last):
+            return None
+        return reducer
 
     def _run_backward(self, action: Action, call: Call) -> None:
         incoming, outgoing = self._program.messages[action]
@@ -238,18 +249,15 @@ class Stage:
         """Return a context in which the last backward of a chunk starts the all-reduces of the buckets that it fills.
 
         The context does nothing if ``action`` is not the last backward of its chunk, if the schedule defers weight
-        gradients, if recompute is reentrant, or if the gradient source stores gradients only after the backward.
+        gradients, if recompute is reentrant, or if the gradient source stores gradients only after the backward. A
+        ``MicroBatchReducer`` reduces in every backward, also in the full backwards of a schedule that defers others.
         """
-        if (
-            call.reducer is None
-            or action not in self._program.last
-            or self.has_deferred_weights
-            or call.recomputes_reentrantly
-        ):
+        reducer = self._reducer_after(action, call)
+        if reducer is None or call.recomputes_reentrantly or not _gradients(call).accumulates_in_hooks:
             return nullcontext()
-        if not _gradients(call).accumulates_in_hooks:
+        if self.has_deferred_weights and not reducer.reduces_every_backward:
             return nullcontext()
-        return call.reducer.last_backward(action.chunk)
+        return reducer.last_backward(action.chunk)
 
     def _finish_forward(self, action: Action, call: Call, output: Any, labels: Any, leaves: list[torch.Tensor]) -> None:
         """Compute the loss on the last stage, or store the output if the call collects no losses."""

@@ -63,12 +63,16 @@ class DeferredWork(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _LinearCall:
-    """One call of a linear function: its input, output gradient, and weight and bias, which may be views of leaves."""
+    """One call of a linear function: its input, output gradient, and weight and bias, which may be views of leaves.
+
+    ``has_row_order``: the weight was row-major when the call was recorded. Afterwards ZeRO 3 frees its memory.
+    """
 
     x: torch.Tensor
     grad: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
+    has_row_order: bool
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -98,7 +102,7 @@ class _LinearCall:
                 grads[tensor] = rows.sum(0)
             elif (add_product := info_of(tensor).add_product) is not None:
                 add_product(rows, inputs)
-            elif tensor.stride() == (tensor.shape[1], 1):
+            elif self.has_row_order:
                 grads[tensor] = rows.t().mm(inputs)
             else:
                 grads[tensor] = inputs.t().mm(rows).t()
@@ -277,7 +281,8 @@ class WeightGradStore:
 
     def record(self, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Store the work for the gradients of ``weight`` and ``bias``."""
-        active_work, call = self._require_active_work(), _LinearCall(x, grad, weight, bias)
+        has_row_order = weight.stride() == (weight.shape[1], 1)
+        active_work, call = self._require_active_work(), _LinearCall(x, grad, weight, bias, has_row_order)
         if weight.is_leaf:
             active_work.append(call)
             return
@@ -338,15 +343,17 @@ class _SplitLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, anchor: torch.Tensor, leaves: Any, splitter: WeightGradStore
     ) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        ctx.leaves = leaves  # not by save_for_backward: recompute would return detached copies
+        # The leaves are attributes, because recompute would return detached copies of saved tensors. The weight is also
+        # saved, so that hooks of saved tensors know that backward needs its values (ZeRO 3).
+        ctx.save_for_backward(x, leaves[0])
+        ctx.leaves = leaves
         ctx.splitter = splitter
         return splitter.original_linear(x, *leaves)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (x,) = ctx.saved_tensors
+        x, _ = ctx.saved_tensors
         weight, bias = ctx.leaves
         ctx.splitter.record(x, grad, weight, bias)
         input_grad = None

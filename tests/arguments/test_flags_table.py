@@ -67,6 +67,9 @@ REQUIRED_FLAGS = {
     ),
     **dict.fromkeys(("--cpu-adam", "--cpu_torch_adam", "--no-pin-memory"), ["--offload-optimizer"]),
     **dict.fromkeys(("--offload-parameters", "--offload-param"), ["--zero-stage", "3"]),
+    "--weight-decay-incr-style": ["--start-weight-decay", "0", "--end-weight-decay", "1"],
+    "--start-weight-decay": ["--weight-decay-incr-style", "linear", "--end-weight-decay", "1"],
+    "--end-weight-decay": ["--weight-decay-incr-style", "linear", "--start-weight-decay", "0"],
     "--stability-patience": ["--stability-guard", "skip"],
     **dict.fromkeys(("--debug-dump-steps", "--debug-dump-modules", "--debug-dump-tensors"), ["--debug-dump", "x"]),
     **{
@@ -83,7 +86,7 @@ REQUIRED_FLAGS = {
     "--sequence-parallel": ["--model-parallel-size", "2", "--num-attention-heads", "4"],
     **{
         flag: ["--optimizer", optimizer]
-        for optimizer in ("muon", "sgd")
+        for optimizer in ("muon", "adaptive_muon", "sgd")
         for option in options_of(OptimizerConfig)
         for flag in option.flags
         if option.name.startswith(f"{optimizer}_")
@@ -143,6 +146,7 @@ REQUIRED_FLAGS = {
         ("--wandb-exp-name", "--wandb-name", "--wandb-save-dir", "--wandb-entity"), ["--wandb-project", "p"]
     ),
     "--rampup-batch-size": ["--batch-size", "1", "--gas", "8"],
+    "--step-batch-size-schedule": ["--batch-size", "2"],
     **{
         flag: ["--train-iters", "0", "--eval-iters", "0", "--dry-run"]
         for flag in ("--train-data-path", "--valid-data-path", "--test-data-path")
@@ -225,6 +229,7 @@ _DECODER_REQUIRED_FLAGS = {
         _EXPERT_FLAGS,
     ),
     "--mtp-loss-scaling-factor": ["--mtp-num-layers", "1"],
+    **dict.fromkeys(("--qk-clip-threshold", "--qk-clip-alpha", "--qk-clip-bound"), ["--qk-clip"]),
     "--moe-router-num-groups": [*_EXPERT_FLAGS, "--moe-router-group-topk", "1"],
     "--moe-router-group-topk": [*_EXPERT_FLAGS, "--moe-router-num-groups", "4"],
     "--moe-router-load-balancing-type": [*_EXPERT_FLAGS, "--moe-aux-loss-coeff", "0.1"],
@@ -350,6 +355,8 @@ def sample_value(option, folder: Path, family: str = "gpt2") -> str:
         "data_path": "none",
         "mixture_schedule": "1e9: 0.5 0.5",
         "rampup_batch_size": "2 2 100",
+        "step_batch_size_schedule": "0:4 1000:8",
+        "iterations_to_skip": "5 101-200",
         "seq_length_schedule": "0: 64; 1e9: 256",
         "denoisers": "R,S",
         "mean_span_length": "4",
@@ -381,6 +388,7 @@ def sample_value(option, folder: Path, family: str = "gpt2") -> str:
         "rotary_high_frequency_factor": "8",
         "zero_stage": "1",
         "lr_step_offset": "-1",
+        "lr_warmup_init": "1e-5",
         "stage3_prefetch_bucket_size": "0",
         "debug_dump_steps": "2,5-7",
         "profile": "2-3",

@@ -94,7 +94,7 @@ def test_inconsistent_length_error_names_both_values(line: str, fragments: list[
 def test_steps_until_is_first_step_reaching_samples(
     start: int, increment: int, num_increments: int, samples: int, target: int
 ) -> None:
-    batch_sizes = BatchSizes(start + increment * num_increments, start, increment, samples)
+    batch_sizes = BatchSizes.ramp(start + increment * num_increments, start, increment, samples)
     steps = batch_sizes.steps_until(target)
     assert batch_sizes.consumed_after(steps) >= target and (
         steps == 0 or batch_sizes.consumed_after(steps - 1) < target
@@ -150,3 +150,11 @@ def test_warmup_fraction_ignores_float_rounding() -> None:
     assert parse_line("--train-iters 100 --warmup 0.29").optimizer.warmup_length == 29
     assert parse_line("--train-iters 100 --warmup 0.29 --lr-warmup-rounding down").optimizer.warmup_length == 28
     assert parse_line("--train-iters 320 --warmup 0.01").optimizer.warmup_length == 3.2
+
+
+def test_schedule_of_batch_sizes_sets_global_batch_and_run_length() -> None:
+    """The last step may exceed --train-samples, as in Megatron-LM; the schedule's last size is the global batch."""
+    schedule = "--step-batch-size-schedule 0:4 64:8 160:16"  # 4, 8, 16, 24, 40, 56 and 72 samples after a step
+    config = parse("--seq-length 8 --batch-size 2 --train-samples 60".split() + schedule.split(), world_size=2, env={})
+    assert (config.batch.gas, config.batch.global_batch_size(2), config.batch.train_iters) == (4, 16, 7)
+    assert config.run_length(2).steps_left(0, 0) == 7 and config.batch.batch_sizes(2).consumed_after(7) == 72

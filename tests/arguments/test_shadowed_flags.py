@@ -19,6 +19,7 @@ from tests.helpers.rows import check_rows
 
 SCHEDULE_VALUES = {
     "min_lr": ("1e-5", "2e-5"),
+    "lr_warmup_init": ("1e-5", "2e-5"),
     "lr_decay_iters": ("290", "299"),
     "warmup": ("0.21", "0.31"),
     "lr_warmup_rounding": ("none", "down"),
@@ -110,6 +111,9 @@ SHADOWED = {
     "moe_aux_loss_coeff": f"{EXPERT_FLAGS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
     "moe_token_drop_policy": f"{EXPERT_FLAGS} --moe-token-drop-policy position",
     "mtp_loss_scaling_factor": "--mtp-loss-scaling-factor 0.3",
+    "qk_clip_threshold": "--qk-clip-threshold 50 --log-max-attention-logit",
+    "qk_clip_alpha": "--qk-clip-alpha 0.3",
+    "qk_clip_bound": "--qk-clip-bound",
     "rotary_base": "--rotary-base 500",
     "rotary_scaling": f"{ROPE_FLAGS} --rotary-scaling yarn --window-size 4 --rotary-local-base 100",
     "rotary_scaling_factor": f"{ROPE_FLAGS} --rotary-scaling-factor 4",
@@ -170,6 +174,8 @@ SHADOWED = {
     "contiguous_checkpointing": "--contiguous-checkpointing",
     "partition_method": "--partition-method uniform",
     # batch
+    "step_batch_size_schedule": "--step-batch-size-schedule 0:4 9999:8 --eval-only --load x",
+    "iterations_to_skip": "--iterations-to-skip 3 --eval-only --load x",
     "rampup_batch_size": "--rampup-batch-size 4 4 8 --gas 2 --eval-only --load x",
     "seq_length_schedule": "--seq-length-schedule 0:64;9e9:256",
     "eval_interval": "--eval-interval 5 --eval-iters 0",
@@ -195,10 +201,15 @@ SHADOWED = {
     "muon_momentum": "--muon-momentum 0.9",
     "muon_nesterov": "--muon-no-nesterov",
     "muon_num_ns_steps": "--muon-num-ns-steps 4",
+    "muon_coefficient_type": "--muon-coefficient-type quintic",
+    "muon_fp32_matmul_prec": "--muon-fp32-matmul-prec medium",
     "muon_scale_mode": "--muon-scale-mode spectral",
     "muon_extra_scale_factor": "--muon-extra-scale-factor 0.2",
     "muon_split_qkv": "--muon-no-split-qkv",
     "muon_split_qkv_heads": "--muon-split-qkv-heads",
+    "adaptive_muon_moment2_method": "--adaptive-muon-moment2-method normuon",
+    "adaptive_muon_beta2": "--adaptive-muon-beta2 0.9",
+    "adaptive_muon_eps": "--adaptive-muon-eps 1e-6 --optimizer muon",
     "zero_stage": "--zero-stage 1",
     "offload_parameters": "--offload-parameters --zero-stage 2",
     "cpu_adam": "--cpu-adam torch --offload-optimizer --optimizer sgd",
@@ -267,6 +278,8 @@ SHADOWED = {
     "finetune": "--finetune",
     "resize_vocab": "--resize-vocab --load x",
     "eval_only": "--eval-only",
+    "lr_warmup_init": "--lr-warmup-init 1e-5 --warmup 0",
+    "weight_decay": "--weight-decay 0.1 --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
     "keep_every": "--keep-every 5",
     # checks and logs
     "check_paths": "--check-paths",
@@ -295,14 +308,14 @@ NEVER_SHADOWED = set(
     scale_embeddings embedding_multiplier residual_scale mup_base_hidden_size clip_qkv
     hybrid_layer_pattern branch_multipliers
     softmax_type v_head_dim attention_value_scale attention_output_gate parallel_residual logit_scale
-    attention_temperature_scale
+    attention_temperature_scale qk_clip log_max_attention_logit
     enc_seq_length dec_seq_length enc_layers dec_layers denoisers vocab_extra_ids
     binary_head mask_prob whole_word_masking short_seq_prob
     model_parallel_size pipe_parallel_size context_parallel_size reduce_bucket_size checkpoint_activations
     recompute_granularity compile device fused_kernels distributed_backend step_timeout phase_timeout_minutes
     batch_size gas requested_global_batch_size seq_length train_iters eval_iters
     loss_average optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_embedding decoupled_lr lr_by_name
-    weight_decay weight_decay_by_name clip_grad offload_optimizer dtype
+    weight_decay_by_name weight_decay_incr_style start_weight_decay end_weight_decay clip_grad offload_optimizer dtype
     data_path sft tokenizer_type eod_token
     save load resume no_save_optim keep_last
     sample_prompts wandb_project

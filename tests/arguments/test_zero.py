@@ -25,15 +25,12 @@ def parse_zero_section(folder, section: object, extra: str = "", world_size: int
 
 @pytest.mark.parametrize("is_json", [False, True])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_zero_2_and_3_with_pipeline_raise(stage, is_json, tmp_path):
-    name = "zero_optimization.stage of the JSON" if is_json else "--zero-stage"
-    message = f"{name} {stage} is not supported in a pipeline, got .* 2: .* traffic.* Use --zero-stage 1, which"
-    with pytest.raises(ConfigError, match=message):
-        if is_json:
-            parse_zero_section(tmp_path, {"stage": stage}, "--pipe-parallel-size 2")
-        else:
-            parse_line(f"--zero-stage {stage} --pipe-parallel-size 2")
-    assert parse_line(f"--zero-stage {stage}").optimizer.zero_stage == stage
+def test_zero_2_and_3_work_with_pipeline(stage, is_json, tmp_path):
+    layout = "--pipe-parallel-size 2"
+    if is_json:
+        assert parse_zero_section(tmp_path, {"stage": stage}, layout, world_size=4).zero_stage == stage
+    else:
+        assert parse_line(f"--zero-stage {stage} {layout}", world_size=4).optimizer.zero_stage == stage
 
 
 def test_invalid_zero_stage_raises():

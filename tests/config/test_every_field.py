@@ -91,18 +91,21 @@ OBSERVED_FIELDS = {
         pipeline_chunks layers_per_chunk
         pipeline_placement pipeline_schedule_file pipeline_layout micro_batch_group_size
         context_parallel_size cp_comm_type
-        partition_method batch_size gas requested_global_batch_size rampup_batch_size seq_length pipeline_split_rank
+        partition_method batch_size gas requested_global_batch_size rampup_batch_size
+        step_batch_size_schedule iterations_to_skip seq_length pipeline_split_rank
     """,
     "rates": """
         config train_iters lr min_lr lr_decay_style lr_decay_iters lr_decay_samples warmup lr_warmup_rounding
-        lr_warmup_iters lr_step_offset
+        lr_warmup_iters lr_warmup_init lr_step_offset
         lr_warmup_samples wsd_decay_fraction lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style
         lr_embedding lr_head decoupled_lr decoupled_min_lr lr_by_name weight_decay_by_name
+        weight_decay_incr_style start_weight_decay end_weight_decay
     """,
     "optimizer": """
         optimizer weight_decay adam_beta1 adam_beta2 adam_eps clip_grad zero_stage offload_optimizer offload_parameters
         muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv
-        muon_split_qkv_heads sgd_momentum exp_avg_dtype exp_avg_sq_dtype
+        muon_split_qkv_heads muon_coefficient_type muon_fp32_matmul_prec adaptive_muon_moment2_method
+        adaptive_muon_beta2 adaptive_muon_eps sgd_momentum exp_avg_dtype exp_avg_sq_dtype
         cpu_adam no_pin_memory overlap_grad_reduce dtype loss_scale initial_scale_power loss_scale_window hysteresis
         min_scale fused_kernels reduce_bucket_size allgather_bucket_size gradient_accumulation_fusion
         stage3_prefetch_bucket_size
@@ -139,7 +142,8 @@ OBSERVED_FIELDS = {
     """,
     "sizes": """
         moe_router_bias_update_rate layernorm_1p loss_chunk_tokens partition_activations checkpoint_in_cpu
-        contiguous_checkpointing mtp_loss_scaling_factor
+        contiguous_checkpointing mtp_loss_scaling_factor qk_clip qk_clip_threshold qk_clip_alpha qk_clip_bound
+        log_max_attention_logit
     """,
     "provider": """
         enc_seq_length dec_seq_length noise_density mean_span_length denoisers vocab_extra_ids mask_prob
@@ -217,6 +221,10 @@ COMPANION_FLAGS = {
     "hidden_size": "--kv-hidden-size 8",
     "num_attention_heads": "--kv-hidden-size 8",
     "lr_head": "--untie-embeddings-and-output-weights",
+    "lr_warmup_init": "--warmup 0.5",
+    "weight_decay_incr_style": "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.1",
+    "start_weight_decay": "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.1",
+    "end_weight_decay": "--weight-decay-incr-style linear --start-weight-decay 0.01 --end-weight-decay 0.1",
     "initial_scale_power": "--fp16",
     "loss_scale_window": "--fp16",
     "hysteresis": "--fp16",
@@ -264,6 +272,7 @@ COMPANION_FLAGS = {
 """Field -> flags without which it is refused or does nothing, before and after; else those of ``test_flags_table``."""
 FIELD_VALUES = {
     "activation": "relu",
+    "weight_decay_incr_style": "cosine",
     "seq_length_schedule": "0:4;9:8",
     "dtype": "bf16",
     "device": "cuda",
@@ -327,7 +336,9 @@ def plan(config: Config) -> Any:
 
 def rates(config: Config) -> Any:
     schedule = optimizer_setup.make_lr_scheduler(config)
-    return [schedule.at(update) for update in (2, 25, 37)], to_comparable(RateTable.of(config))
+    decay = optimizer_setup.make_weight_decay_schedule(config, 1)
+    decays = None if decay is None else [decay.after(update) for update in (2, 25, 37)]
+    return [schedule.at(update) for update in (2, 25, 37)], decays, to_comparable(RateTable.of(config))
 
 
 def optimizer(config: Config) -> Any:

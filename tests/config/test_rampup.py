@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.batch_rampup import BatchSizes, parse_rampup
+from megatron.config.batch_rampup import BatchSizes, parse_rampup, parse_schedule
 
 
 def list_step_sizes(batch_sizes: BatchSizes, steps: int) -> list[int]:
@@ -40,7 +40,7 @@ def test_batch_is_constant_without_rampup() -> None:
 def test_consumed_after_matches_step_by_step_sum(
     start: int, increment: int, n: int, samples: int, first: int, steps: int
 ) -> None:
-    batch_sizes = BatchSizes(start + n * increment, start, increment, samples)
+    batch_sizes = BatchSizes.ramp(start + n * increment, start, increment, samples)
     consumed = sum(list_step_sizes(batch_sizes, first))
     assert batch_sizes.consumed_after(steps, consumed) == sum(list_step_sizes(batch_sizes, first + steps))
     assert set(list_step_sizes(batch_sizes, first + steps)) <= set(batch_sizes.all())
@@ -60,4 +60,29 @@ def test_consumed_after_matches_step_by_step_sum(
 def test_invalid_rampup_raises(text: str, message: str) -> None:
     with pytest.raises(ValueError, match="--rampup-batch-size") as exc_info:
         parse_rampup(text, 10)
+    assert message in str(exc_info.value)
+
+
+def test_scheduled_batch_changes_at_token_counts() -> None:
+    batch_sizes = parse_schedule("0:4, 0.1K:6 200:1e1", 10, 8)  # from samples 0, 12 and 25
+    assert batch_sizes == BatchSizes(10, ((0, 4), (12, 6)), 25)
+    assert list_step_sizes(batch_sizes, 7) == [4, 4, 4, 6, 6, 6, 10]
+    assert batch_sizes.consumed_after(6) == 30 and batch_sizes.steps_until(31) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "must be TOKENS:SAMPLES entries"),
+        ("0:4 100", "must be TOKENS:SAMPLES entries"),
+        ("0:4 100:x", "must be TOKENS:SAMPLES entries"),
+        ("8:4 100:10", "the first from 0"),
+        ("0:4 100:2 200:10", "with increasing numbers"),
+        ("0:4 4:10", "must use every size for at least one sample of 8 tokens"),
+        ("0:4 100:8", "must end with the global batch, got 8 samples and a global batch of 10"),
+    ],
+)
+def test_invalid_schedule_raises(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="--step-batch-size-schedule") as exc_info:
+        parse_schedule(text, 10, 8)
     assert message in str(exc_info.value)

@@ -22,7 +22,7 @@ def run_steps(length: RunLength, step: int, consumed: int, max_steps: int = 10**
 BATCH_SIZES = st.one_of(
     st.builds(BatchSizes, st.integers(1, 40)),
     st.builds(
-        lambda start, increment, n, samples: BatchSizes(start + increment * n, start, increment, samples),
+        lambda start, increment, n, samples: BatchSizes.ramp(start + increment * n, start, increment, samples),
         st.integers(1, 9), st.integers(1, 9), st.integers(1, 5), st.integers(1, 300),
     ),
 )  # fmt: skip

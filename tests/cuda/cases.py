@@ -40,18 +40,13 @@ def flags(family: str, extra: str = "", layers: int = 1) -> tuple[str, ...]:
     return tuple(f"{SIZES} {family_flags} {extra}".split())
 
 
-def is_valid_row(row: Row) -> bool:
-    """Return True if the combination is supported: pipelines do not support ZeRO 2 and 3."""
-    return row[2] == "one" or row[3] in ("0", "1")
-
-
 def all_rows() -> list[Row]:
-    """Return all valid combinations of the axes."""
-    return [row for row in itertools.product(*AXES) if is_valid_row(row)]
+    """Return all combinations of the axes."""
+    return list(itertools.product(*AXES))
 
 
 def all_layouts() -> list[Row]:
-    """Return all valid combinations except the precision, which alternates along every other axis."""
+    """Return all combinations except the precision, which alternates along every other axis."""
     return [row for row in all_rows() if sum(axis.index(value) for axis, value in zip(AXES, row, strict=True)) % 2]
 
 
@@ -136,6 +131,7 @@ class Feature(NamedTuple):
 EXPERTS = "--num-experts 4 --moe-router-topk 2"
 FULL, SELECTIVE = "--checkpoint-activations", "--recompute-granularity selective"
 FUSION = "--gradient-accumulation-fusion"
+NORMUON = "--optimizer adaptive_muon --adaptive-muon-moment2-method normuon"
 FEATURES = {
     "experts ep 1, selective recompute, fusion": Feature(
         "llama", f"{EXPERTS} --moe-expert-capacity-factor 1.25 --zero-stage 0 {SELECTIVE} {FUSION}", is_short=True
@@ -160,11 +156,26 @@ FEATURES = {
     "experts ep 2, stages, split backward, fusion": Feature(
         "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 1 --pipeline-schedule zb-h1 {FUSION}", pipe=2
     ),
+    "experts ep 2, ZeRO 3": Feature(
+        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 3", context=2
+    ),
+    "experts ep 2, stages, ZeRO 2": Feature(
+        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 2 --fp16", pipe=2, context=2
+    ),
+    "stages, split backward, ZeRO 3": Feature(
+        "llama", f"--zero-stage 3 --pipeline-schedule zb-h1 {FULL} --loss-chunk-tokens 32", pipe=2
+    ),
+    "stages in a V, ZeRO 3, prediction of several tokens": Feature(
+        "gpt2", "--zero-stage 3 --pipeline-schedule zb-v --mtp-num-layers 1 --num-layers 4", pipe=2
+    ),
     "experts ep 4, context": Feature(
         "llama", f"{EXPERTS} --expert-model-parallel-size 4 --zero-stage 1", context=2
     ),
     "experts ep 2, Muon": Feature(
         "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 0 --optimizer muon"
+    ),
+    "experts ep 2, NorMuon": Feature(
+        "llama", f"{EXPERTS} --expert-model-parallel-size 2 --zero-stage 1 {NORMUON}"
     ),
     "context": Feature("gpt2", "--zero-stage 1 --attention-dropout 0", context=2),
     "context, attention dropout": Feature("gpt2", "--zero-stage 1 --attention-dropout 0.1", context=2),
@@ -180,6 +191,7 @@ FEATURES = {
     "context, documents": Feature("llama", "--zero-stage 1 --reset-attention-mask", context=2),
     "context, selective recompute": Feature("llama", f"--zero-stage 3 {SELECTIVE}", context=2),
     "Muon": Feature("gpt2", "--optimizer muon --zero-stage 0"),
+    "AdaMuon": Feature("gpt2", "--optimizer adaptive_muon --muon-coefficient-type polar_express --zero-stage 1"),
     "Muon, tensor": Feature("llama", "--optimizer muon --zero-stage 2", tensor=2),
     "Muon, stages, fp16": Feature("gpt2", "--fp16 --optimizer muon --zero-stage 1", pipe=2),
     "fusion": Feature("llama", f"--zero-stage 0 {FUSION}"),
@@ -187,6 +199,20 @@ FEATURES = {
     "fusion, stages, split backward": Feature(
         "llama", f"--zero-stage 1 --pipeline-schedule zb-h1 {FUSION}", pipe=2
     ),
+    "QK-clip, context, full recompute": Feature(
+        "llama", f"--zero-stage 1 --qk-clip --qk-clip-threshold 1e-3 {FULL}", context=2
+    ),
+    "QK-clip, tensor, stages, documents": Feature(
+        "llama", "--zero-stage 1 --qk-clip --qk-clip-threshold 1e-3 --reset-attention-mask", 2, 2
+    ),
+    "QK-clip by a bound, all-to-all, fp16": Feature(
+        "llama", "--fp16 --zero-stage 2 --qk-clip --qk-clip-bound --cp-comm-type a2a", context=2
+    ),
+    "QK-clip, latents, ZeRO 3": Feature(
+        "llama", "--zero-stage 3 --qk-clip --qk-clip-threshold 1e-3 --multi-latent-attention --v-head-dim 16 "
+        "--qk-head-dim 8 --qk-pos-emb-head-dim 8"
+    ),
+    "QK-clip, Muon": Feature("gpt2", "--zero-stage 0 --optimizer muon --qk-clip --qk-clip-threshold 1e-3"),
     "full recompute": Feature("llama", f"--zero-stage 1 {FULL}", tensor=2),
     "full recompute, stages": Feature("gpt2", f"--zero-stage 1 {FULL}", pipe=2),
     "full recompute, ZeRO 3": Feature("llama", f"--zero-stage 3 {FULL}"),

@@ -88,7 +88,7 @@ def test_prefetched_batches_equal_direct_batches(tmp_path: Path) -> None:
 
 
 def test_batch_size_rampup_is_identical_in_every_layout_and_after_resume() -> None:
-    batch_sizes = BatchSizes(16, 4, 4, 40)
+    batch_sizes = BatchSizes.ramp(16, 4, 4, 40)
     expected, consumed = [], [0]
     while len(expected) < 7:
         expected.append(list(range(consumed[-1], consumed[-1] + batch_sizes.at(consumed[-1]))))
@@ -126,7 +126,7 @@ def test_step_not_divisible_by_replicas_is_rejected() -> None:
             num_micro_batches=2,
             data_rank=0,
             data_size=2,
-            batch_sizes=BatchSizes(8, 2, 2, 10),
+            batch_sizes=BatchSizes.ramp(8, 2, 2, 10),
         )
 
 

@@ -63,7 +63,7 @@ def test_every_token_is_label_once_for_any_schedule(
     """Labels are the tokens 1, 2, 3, ... in their order; a slice has the length that its step begins with."""
     increasing_lengths = [*sorted(lengths)[: len(starts)], FULL_LENGTH]
     schedule = SeqLengths(FULL_LENGTH, tuple(zip([0, *sorted(starts)], increasing_lengths, strict=False)))
-    batch_sizes = BatchSizes(8, 4, 4, 24)
+    batch_sizes = BatchSizes.ramp(8, 4, 4, 24)
     loaders = [
         iter(
             make_loader(

@@ -306,6 +306,7 @@ def test_number_formats_and_zero_stages_agree_within_tolerance(single_process_du
         ("bf16", (1, 1, 2), "--bf16 --zero-stage 1"),
         ("zero-2", (1, 1, 2), "--fp64 --zero-stage 2"),
         ("zero-3", (1, 1, 2), "--fp64 --zero-stage 3"),
+        ("zero-3-stages", (1, 2, 2), "--fp64 --zero-stage 3"),
         ("gpipe", (1, 2, 1), "--fp64 --pipeline-schedule gpipe"),
     ):
         dumps.train_with_dumps(tmp_path / name, layout, gas=4, extra=extra)

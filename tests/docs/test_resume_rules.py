@@ -22,7 +22,10 @@ FLAG = r"--[a-z][\w-]*\*?"
 
 def format_rule_subject(rule: Rule) -> str:
     """Return the first cell of a rule as the page has it, with every flag by its full name."""
-    muon = "momentum nesterov num-ns-steps scale-mode extra-scale-factor split-qkv split-qkv-heads".split()
+    muon = (
+        "momentum nesterov num-ns-steps coefficient-type fp32-matmul-prec scale-mode extra-scale-factor split-qkv "
+        "split-qkv-heads"
+    ).split()
     subject = rule.description.replace("--adam-*", "--adam-beta1, --adam-beta2, --adam-eps")
     return subject.replace("--muon-*", ", ".join(f"--muon-{name}" for name in muon))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,27 @@ import torch
 import torch.nn.functional as F
 
 Weights = dict[str, torch.Tensor]
+_maxima: dict[tuple[int, int], float] | None = None
+
+
+@contextmanager
+def recorded_maxima() -> Iterator[dict[tuple[int, int], float]]:
+    """Record the largest attention logit by (layer, head) of all samples computed in the block.
+
+    Logits are scaled products of queries and keys, before caps and biases.
+    """
+    global _maxima
+    _maxima = recorded = {}
+    try:
+        yield recorded
+    finally:
+        _maxima = None
+
+
+def _record(layer_idx: int, head: int, visible_logits: torch.Tensor) -> None:
+    if _maxima is not None:
+        maximum = visible_logits.detach().max().item()
+        _maxima[layer_idx, head] = max(_maxima.get((layer_idx, head), maximum), maximum)
 
 
 def reference_logits(
@@ -218,7 +241,9 @@ def _attention(
     is_visible = (distance >= 0) & (distance <= window) & (ids[:, None] == ids[None, :])
     outputs = []
     for head in range(a):
-        scores = _softcap(query[:, head] @ key[:, head // per_group].T * scale, args.attn_logit_softcapping)
+        scores = query[:, head] @ key[:, head // per_group].T * scale
+        _record(layer_idx, head, scores[is_visible])
+        scores = _softcap(scores, args.attn_logit_softcapping)
         if args.position_embedding_type == "alibi":
             scores = scores - _slope(head, a, args.alibi_bias_max) * distance.double()
         weights = torch.exp(scores).masked_fill(~is_visible, 0.0)
@@ -294,6 +319,7 @@ def _latent_attention(
             scores = torch.stack(
                 [query[i, head, :plain] @ key[j, head] + rotated_query[i, head] @ rotated_key[j] for j in visible]
             )
+            _record(layer_idx, head, scores * scale)
             probabilities = torch.softmax(_softcap(scores * scale, args.attn_logit_softcapping), dim=0)
             rows.append(sum(p * value[j, head] for p, j in zip(probabilities, visible, strict=True)))
         outputs.append(torch.stack(rows))

@@ -1,4 +1,4 @@
-"""Computes learning rates with megatron-core's ``OptimizerParamScheduler`` for sets of Megatron-LM's flags."""
+"""Computes learning rates and weight decays with megatron-core's scheduler for sets of Megatron-LM's flags."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(rank: int, folder: Path) -> None:
 
 
 def compute_rates(flags: dict[str, Any]) -> list[list[float]]:
-    """Return [rate, rate of the decoupled group] at each of ``flags["positions"]``.
+    """Return [rate, rate of the decoupled group, weight decay] at each of ``flags["positions"]``.
 
     Lengths are converted to samples as in ``get_optimizer_param_scheduler`` of megatron/training/training.py.
     """
@@ -45,15 +45,18 @@ def compute_rates(flags: dict[str, Any]) -> list[list[float]]:
     decoupled = {"max_lr": flags.get("decoupled_lr", flags["lr"])}
     if "decoupled_min_lr" in flags:
         decoupled["min_lr"] = flags["decoupled_min_lr"]
+    length = flags["train_iters"] * batch if "train_iters" in flags else flags["train_samples"]
     optimizer = ParamGroups({}, decoupled)
     scheduler = OptimizerParamScheduler(
-        optimizer, init_lr=0.0, max_lr=flags["lr"], min_lr=flags["min_lr"], lr_warmup_steps=warmup,
-        lr_decay_steps=decay, lr_decay_style=flags["lr_decay_style"], start_wd=0.0, end_wd=0.0, wd_incr_steps=decay,
-        wd_incr_style="constant", wsd_decay_steps=wsd,
+        optimizer, init_lr=flags.get("lr_warmup_init", 0.0), max_lr=flags["lr"], min_lr=flags["min_lr"],
+        lr_warmup_steps=warmup, lr_decay_steps=decay, lr_decay_style=flags["lr_decay_style"],
+        start_wd=flags.get("start_weight_decay", 0.01), end_wd=flags.get("end_weight_decay", 0.01),
+        wd_incr_steps=length,
+        wd_incr_style=flags.get("weight_decay_incr_style", "constant"), wsd_decay_steps=wsd,
         lr_wsd_decay_style=flags.get("lr_wsd_decay_style", "exponential"),
     )  # fmt: skip
     rates = []
     for position in flags["positions"]:
         scheduler.step(position * batch - scheduler.num_steps)
-        rates.append([group["lr"] for group in optimizer.param_groups])
+        rates.append([*(group["lr"] for group in optimizer.param_groups), optimizer.param_groups[0]["weight_decay"]])
     return rates

@@ -1,4 +1,4 @@
-"""The learning rates of megatron-core's scheduler, for random sets of Megatron-LM's flags.
+"""The learning rates and weight decays of megatron-core's scheduler, for random sets of Megatron-LM's flags.
 
 Our rate after n completed steps equals Megatron's rate after n steps. Megatron uses it in step n + 1, our runs use it
 in step n (docs/migration.md).
@@ -16,7 +16,7 @@ import pytest
 from megatron.arguments.other_programs import GPT
 from megatron.config import parse
 from megatron.optim.param_rates import RateTable
-from megatron.training.optimizer_setup import make_lr_scheduler
+from megatron.training.optimizer_setup import make_lr_scheduler, make_weight_decay_schedule
 from tests.helpers.megatron_core import requires_megatron_core, run_megatron_core
 
 NUM_SETS, NUM_RECORDED = 300, 20
@@ -60,6 +60,11 @@ def draw_flags(generator: random.Random) -> dict[str, Any]:
         flags["decoupled_lr"] = generator.choice((2e-3, 2e-4))
         if generator.random() < 0.5:
             flags["decoupled_min_lr"] = generator.choice((0.0, 3e-5))
+    if generator.random() < 0.3:
+        flags["lr_warmup_init"] = generator.choice((1e-6, 2e-4))
+    if generator.random() < 0.5:
+        flags["weight_decay_incr_style"] = generator.choice(("linear", "cosine"))
+        flags["start_weight_decay"], flags["end_weight_decay"] = generator.choice((0.0, 0.03)), 0.1
     num_steps = length if unit == "iters" else -(-length // batch)
     return {**flags, "positions": list(range(1, num_steps + 4))}
 
@@ -71,7 +76,7 @@ def draw_sets() -> list[dict[str, Any]]:
 
 
 def our_rates(flags: dict[str, Any]) -> list[list[float]]:
-    """Return [rate, rate of the embedding] at each position, from our configuration of the same command line."""
+    """Return [rate, rate of the embedding, decay] at each position, from our configuration of the same command line."""
     argv = MODEL_FLAGS.split()
     for name, value in flags.items():
         argv += [] if name == "positions" else [f"--{name.replace('_', '-')}", str(value)]
@@ -79,7 +84,12 @@ def our_rates(flags: dict[str, Any]) -> list[list[float]]:
     scheduler, decoupled = make_lr_scheduler(config), RateTable.of(config).named.get("embedding.word.weight")
     embedding = scheduler if decoupled is None else scheduler.with_rates(decoupled.lr, decoupled.min_lr)
     unit = flags["global_batch_size"] if config.optimizer.lr_follows_samples else 1
-    return [[s.after(position * unit) for s in (scheduler, embedding)] for position in flags["positions"]]
+    decay = make_weight_decay_schedule(config, 1)
+    positions = [position * unit for position in flags["positions"]]
+    return [
+        [scheduler.after(n), embedding.after(n), config.optimizer.weight_decay if decay is None else decay.after(n)]
+        for n in positions
+    ]
 
 
 def comparable_positions(flags: dict[str, Any]) -> int:
@@ -135,5 +145,5 @@ def test_inverse_square_root_without_warmup_counts_samples_in_megatron() -> None
     is listed in docs/migration.md.
     """
     theirs = json.loads(RECORDED.read_text())[0]
-    for (ours, _), (expected, _) in zip(our_rates(NO_WARMUP), theirs, strict=True):
+    for (ours, *_), (expected, *_) in zip(our_rates(NO_WARMUP), theirs, strict=True):
         assert ours == pytest.approx(expected * NO_WARMUP["global_batch_size"] ** 0.5, rel=1e-12)

@@ -31,8 +31,12 @@ from tests.migration.test_files import SCRIPTS, flag_values
 from tests.migration.test_start import files as files
 from tests.migration.test_start import parse_script, script_world_size
 
-OTHER_FORMULAS = ("cpm-gpt2", "cpm-t5")
-"""CPM counts the decay from step 0, not from the end of the warm-up, and freezes it before its end."""
+OTHER_FORMULAS = ("cpm-gpt2", "cpm-t5", "nvidia-gpt3-175b")
+"""CPM counts the decay from step 0, not from the end of the warm-up, and freezes it before its end.
+
+``nvidia-gpt3-175b`` has lengths in steps next to a growing batch. Here they count steps; in
+Megatron-LM it does not start.
+"""
 
 
 class MegatronSchedule(NamedTuple):

@@ -122,6 +122,9 @@ def run_lengths(config: Config, world_size: int) -> dict[str, Any]:
         values["warmup_iters"] = math.ceil(steps)
     if batch.rampup_batch_size is not None:
         steps = batch_sizes.steps_until(batch_sizes.samples + 1)
+    elif batch.step_batch_size_schedule is not None:
+        steps = batch_sizes.steps_until(batch_sizes.samples)
+    if batch.has_growing_batch:
         values |= {"rampup_iters": steps, "rampup_samples": batch_sizes.consumed_after(steps)}
     return values
 

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.torch_compat import newton_schulz
+from megatron.mpu.groups import SINGLE
+from megatron.optim.matrix_owners import OwnerGrid
+from megatron.optim.newton_schulz import newton_schulz
 from tds.gradients import is_reduced_by_optimizer
 from tests.mutants.mutant import mutant
 
@@ -34,6 +36,9 @@ ADAM = "tests/optim/test_adam.py"
 BF16_STATES = f"{ADAM}::test_bf16_steps_match_formula_bitwise[4194304-('exp_avg', 'exp_avg_sq')]"
 MUON = "tests/optim/test_muon.py"
 TORCHS_MUON = f"{MUON}::test_steps_match_torch_muon_bitwise[torch.float32-]"
+MUON_EXPERTS = "tests/optim/test_muon_experts.py::test_expert_updates_equal_those_of_one_process[1-4]"
+ADAPTIVE_MUON = "tests/optim/test_adaptive_muon.py"
+NORMUON_MOVES = "tests/optim/test_muon_layouts.py::test_state_loads_into_other_layouts[saved0-loaded0]"
 MUON_LAYOUT = "tests/optim/test_muon_layouts.py::test_every_layout_matches_single_process_weights[2-1-2-1-1]"
 BUFFER = "tests/optim/test_grad_buffer.py"
 BUFFER_PARTS = f"{BUFFER}::test_replica_gets_contiguous_shard_of_summed_micro_batches"
@@ -43,6 +48,9 @@ OVERLAPPED_BITS = f"{OVERLAPPED}::test_overlapped_all_reduce_is_bitwise_equal"
 CUTS = "tests/optim/zero/test_cuts.py"
 ZERO_2_3 = "tests/optim/zero/test_zero_parts.py"
 PARITY_ZERO_2_3 = "tests/parity/test_zero_parts.py"
+ZERO_LAYOUTS = "tests/parity/test_zero_layouts.py::test_layout_equals_single_process"
+TIED_STAGES = f"{ZERO_LAYOUTS}[1-2-2-clip-grad-0.5-pipeline-schedule-zb-h1-pipeline-chunks-2-zero-stage-3]"
+SHARDED_EXPERTS = f"{ZERO_LAYOUTS}[1-1-4-balanced-expert-model-parallel-size-2-zero-stage-3]"
 ZERO_3 = f"{ZERO_2_3}::test_micro_batches_accumulate_up_to_rounding"
 TWO_REDUCTIONS = f"{ZERO_2_3}::test_reduce_scatter_equals_shards_of_all_reduce"
 ZERO_3_READS = f"{ZERO_2_3}::test_weight_read_outside_call_is_nan"
@@ -340,8 +348,8 @@ def step_offset_is_one_sample(original: Any) -> Any:
 
 @mutant("megatron.optim.muon:Muon._orthogonalize", MUON_LAYOUT)
 def each_rank_orthogonalizes_its_own_shard(original: Any) -> Any:
-    def orthogonalize(self: Any, weights: Any, owned_by: Any, shards: Any) -> Any:
-        return [newton_schulz(shard, self._args.num_ns_steps) if shard.numel() else shard for shard in shards]
+    def orthogonalize(self: Any, batch: Any, shards: Any, moments: Any) -> Any:
+        return [newton_schulz(shard, self._coefficients) if shard.numel() else shard for shard in shards]
 
     return orthogonalize
 
@@ -359,6 +367,33 @@ def muon_does_not_decay_matrices(original: Any) -> Any:
     return lambda self, weight, master, group, update: original(
         self, weight, master, {**group, "weight_decay": 0.0}, update
     )
+
+
+@mutant("megatron.optim.muon:Muon._make_batches", MUON_EXPERTS)
+def expert_momentum_has_two_owners(original: Any) -> Any:
+    def make_batches(self: Any, grid: OwnerGrid, *, is_expert: bool) -> Any:
+        return original(self, OwnerGrid(grid.tensor, SINGLE) if is_expert else grid, is_expert=is_expert)
+
+    return make_batches
+
+
+@mutant("megatron.optim.muon:step_coefficients", f"{ADAPTIVE_MUON}::test_steps_follow_formula[True-normuon]")
+def all_newton_schulz_steps_have_the_first_coefficients(original: Any) -> Any:
+    return lambda name, steps: original(name, 1) * steps
+
+
+@mutant("megatron.optim.muon:normalize_neurons", f"{ADAPTIVE_MUON}::test_steps_follow_formula[False-normuon]")
+def normuon_does_not_restore_the_norm(original: Any) -> Any:
+    def normalize(update: Any, moment2: Any, args: Any) -> Any:
+        normalized = original(update, moment2, args)
+        return normalized * (update / moment2.sqrt().mean()).norm() / normalized.norm()
+
+    return normalize
+
+
+@mutant("megatron.optim.optimizer:MixedPrecisionOptimizer.owns_replicated_state", NORMUON_MOVES)
+def no_rank_saves_the_second_moments_of_normuon(original: Any) -> Any:
+    return lambda self, parameter: False
 
 
 # The gradient buffer: accumulation and reduce-scatter in buckets.
@@ -568,6 +603,39 @@ def gradient_shard_replaces_those_of_earlier_micro_batches(original: Any) -> Any
         original(self)
 
     return wait
+
+
+@mutant("megatron.optim.gradients.reduce_scatter:ReduceScatterGradReducer.finish", TIED_STAGES)
+def stage_3_shard_of_a_tied_weight_is_summed_over_stages_before_the_replicas(original: Any) -> Any:
+    def finish(self: Any, factor: float = 1.0) -> None:
+        pending, self._pending = self._pending, None
+        original(self, factor)
+        self._pending = pending
+
+    return finish
+
+
+@mutant("megatron.optim.gradients.reduce_scatter:ReduceScatterGradReducer._add_grad", TIED_STAGES)
+def waiting_gradient_is_replaced_by_that_of_the_next_micro_batch(original: Any) -> Any:
+    def add_grad(self: Any, parameter: Any) -> None:
+        self._arrived.pop(parameter, None)
+        original(self, parameter)
+
+    return add_grad
+
+
+@mutant("megatron.optim.gradients.reducer:SumGroup.sum", SHARDED_EXPERTS)
+def sum_over_experts_is_repeated_for_shards(original: Any) -> Any:
+    """Shards of experts are summed again at the end of the step, as full gradients of ZeRO 1 are."""
+
+    def sum_shards(self: Any, grad_of: Any) -> None:
+        reducer = grad_of.__self__
+        if not self._parameters and reducer.reduces_in_backward:
+            for parameter in filter(is_reduced_by_optimizer, reducer._store.main_params):
+                dist.all_reduce(grad_of(parameter), group=reducer._store.expert_group.handle)
+        original(self, grad_of)
+
+    return sum_shards
 
 
 @mutant("megatron.optim.gradients.reducer:GradReducer._is_counted", ZERO_3)

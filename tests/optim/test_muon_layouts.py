@@ -19,7 +19,10 @@ from tests.helpers.layouts import check_fp64, compare_layout, make_flags, trace_
 from tests.optim.test_adafactor_layouts import load_and_continue, save_and_continue
 
 MUON = "--optimizer muon --weight-decay 0.01"
-FP64, FP32 = f"--fp64 {MUON} --clip-grad 0.5", f"--fp32 {MUON} --hidden-dropout 0.1"
+FP64 = f"--fp64 {MUON} --clip-grad 0.5"
+ADAPTIVE = "--optimizer adaptive_muon --muon-fp32-matmul-prec highest --adaptive-muon-moment2-method"
+ADAMUON, NORMUON = f"{ADAPTIVE} adamuon", f"{ADAPTIVE} normuon"
+EXPERTS, EP = "--num-experts 4 --moe-ffn-hidden-size 24 --disable-bias-linear", "--expert-model-parallel-size"
 GROUPED = "--num-query-groups 2 --activation gated-silu"
 QUICK_LAYOUTS = {(2, 1, 2, 1, 1)}
 LAYOUTS = [
@@ -49,10 +52,26 @@ def test_every_layout_matches_single_process_weights(
     assert result.weight <= 1e-10, "relative; the keys' biases move by rounding alone"
 
 
-@pytest.mark.parametrize("extra", ["", "--muon-split-qkv-heads", "--muon-scale-mode original --muon-no-nesterov"])
+MODES = [
+    "", "--muon-split-qkv-heads", "--muon-scale-mode original --muon-no-nesterov", ADAMUON, NORMUON,
+    "--muon-coefficient-type quintic --muon-fp32-matmul-prec medium", f"{NORMUON} --muon-split-qkv-heads",
+    "--muon-coefficient-type polar_express --muon-num-ns-steps 8 --muon-fp32-matmul-prec highest",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", MODES)
 @pytest.mark.slow
 def test_modes_give_same_update_in_every_layout(extra: str) -> None:
     check_fp64(compare_layout(2, 1, 2, 4, f"{FP64} {GROUPED} {extra}", "--zero-stage 1", steps=20))
+
+
+@pytest.mark.parametrize(("tensor", "pipe", "data", "stage", "context"), slow_but({(1, 2, 2, 1, 1)}))
+@pytest.mark.parametrize("extra", [NORMUON, pytest.param(ADAMUON, marks=pytest.mark.slow)])
+def test_adaptive_muon_matches_single_process_in_every_layout(
+    tensor: int, pipe: int, data: int, stage: int, context: int, extra: str
+) -> None:
+    model = f"{FP64} {GROUPED if tensor < 4 else '--activation gated-silu'} {extra}"
+    check_fp64(compare_layout(tensor, pipe, data, 4, model, f"--zero-stage {stage}", context, steps=3))
 
 
 @pytest.mark.slow  # where main params are stored is tested for AdamW: tests/parity/test_zero_parts.py
@@ -66,9 +85,9 @@ def record_shapes(rank: int, argv: list[str], world_size: int) -> list[tuple[int
     shapes: list[tuple[int, ...]] = []
     newton_schulz = muon.newton_schulz
 
-    def record_shape(update: torch.Tensor, steps: int) -> torch.Tensor:
+    def record_shape(update: torch.Tensor, *args: Any) -> torch.Tensor:
         shapes.append(tuple(update.shape))
-        return newton_schulz(update, steps)
+        return newton_schulz(update, *args)
 
     muon.newton_schulz = record_shape
     trace_rank(rank, argv, world_size, 1, 0)
@@ -104,11 +123,24 @@ def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     ("pipe", "data", "extra"),
     [
         (1, 2, "--zero-stage 1"),
-        *(pytest.param(*e, marks=pytest.mark.slow) for e in [(1, 1, ""), (2, 1, ""), (1, 2, "")]),
+        *(
+            pytest.param(*e, marks=pytest.mark.slow)
+            for e in [
+                (1, 1, ""),
+                (2, 1, ""),
+                (1, 2, ""),
+                (1, 2, f"--zero-stage 1 {NORMUON}"),
+                (1, 2, f"{ADAMUON}"),
+                (1, 4, f"--zero-stage 1 {EXPERTS} {EP} 2"),
+                (1, 4, f"--zero-stage 1 {EXPERTS} {EP} 2 {NORMUON}"),
+                (1, 2, "--zero-stage 1 --bf16 --muon-coefficient-type polar_express"),
+            ]
+        ),
     ],
 )
 def test_resumed_run_is_bitwise_identical(pipe: int, data: int, extra: str, tmp_path: Path) -> None:
-    run_args = "gpt2", pipe, data, f"{FP32} {extra}", tmp_path
+    dtype = "" if "--bf16" in extra else "--fp32"
+    run_args = "gpt2", pipe, data, f"{dtype} {MUON} --hidden-dropout 0.1 {extra}", tmp_path
     uninterrupted = run_ranks(pipe * data, save_and_continue, *run_args)
     check_names_and_shapes(read_checkpoint(tmp_path))
     resumed = run_ranks(pipe * data, load_and_continue, *run_args)
@@ -120,16 +152,21 @@ def test_resumed_run_is_bitwise_identical(pipe: int, data: int, extra: str, tmp_
 def check_names_and_shapes(saved: dict[str, torch.Tensor]) -> None:
     """Check that matrices have a momentum under their name, and other weights Adam's moments."""
     names = {name.split("/")[1] for name in saved if name.startswith("optimizer/")}
-    assert names == {"momentum_buffer", "exp_avg", "exp_avg_sq"}
-    name = "layers.0.mlp.up.weight"
+    assert names - {"moment2_buffer"} == {"momentum_buffer", "exp_avg", "exp_avg_sq"}
+    name = "layers.0.attention.dense.weight"
     assert saved[f"optimizer/momentum_buffer/{name}"].shape == saved[f"weights/{name}"].shape
     assert saved[f"optimizer/momentum_buffer/{name}"].abs().max() > 0
     assert f"optimizer/exp_avg/{name}" not in saved
     assert "optimizer/momentum_buffer/embedding.word.weight" not in saved
 
 
-MOVES = [((1, 2, "--zero-stage 1"), (1, 1, "")), ((1, 1, ""), (1, 2, "--zero-stage 3"))]
-SLOW_MOVES = [((2, 1, ""), (1, 2, "--zero-stage 2")), ((1, 2, "--zero-stage 3"), (2, 1, ""))]
+MOVES = [((1, 2, f"--zero-stage 1 {NORMUON}"), (1, 1, NORMUON)), ((1, 1, ""), (1, 2, "--zero-stage 3"))]
+SLOW_MOVES = [
+    ((2, 1, ""), (1, 2, "--zero-stage 2")), ((1, 2, "--zero-stage 3"), (2, 1, "")),
+    ((1, 1, ADAMUON), (1, 2, f"--zero-stage 1 {ADAMUON}")), ((2, 1, NORMUON), (1, 2, NORMUON)),
+    ((1, 4, f"--zero-stage 1 {EXPERTS} {EP} 2 {NORMUON}"), (1, 1, f"{EXPERTS} {NORMUON}")),
+    ((1, 2, f"{EXPERTS} {EP} 2"), (1, 4, f"--zero-stage 1 {EXPERTS} {EP} 2")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,12 @@ def test_warmup_rises_linearly_to_lr(style):
     assert values == pytest.approx([LR * (i + 1) / 10 for i in range(10)], rel=1e-12)
 
 
+def test_warmup_rises_from_initial_rate_to_lr():
+    schedule = make_schedule("linear", warmup_init=2e-3, step_offset=-1)
+    assert [schedule.at(update) for update in (0, 5, 10)] == pytest.approx([2e-3, 6e-3, LR], rel=1e-12)
+    assert schedule.with_rates(2 * LR, MIN_LR).at(5) == pytest.approx(11e-3, rel=1e-12), "the same start in every group"
+
+
 @every_style
 @pytest.mark.parametrize("warmup", [0.0, WARMUP])
 def test_offset_of_minus_one_shifts_curve_by_one_update(style, warmup):
@@ -84,8 +90,14 @@ def test_style_depends_only_on_parameters_in_its_formula(style):
     """Beside the warm-up and the number of updates, which all have; a new parameter must stand in a formula."""
     parameters = {field.name: getattr(make_schedule(style), field.name) for field in dataclasses.fields(LRScheduler)}
     del parameters["style"]
-    common_parameters = {"decay_updates", "warmup", "warmup_length", "step_offset"}
-    changed_values = {"warmup_length": 3, "wsd_length": 40, "wsd_style": "cosine", "step_offset": -1}
+    common_parameters = {"decay_updates", "warmup", "warmup_length", "warmup_init", "step_offset"}
+    changed_values = {
+        "warmup_length": 3,
+        "wsd_length": 40,
+        "wsd_style": "cosine",
+        "step_offset": -1,
+        "warmup_init": 1e-3,
+    }
     updates = [*range(3 * UPDATES), 10**6]
     baseline = [make_schedule(style).at(update) for update in updates]
     for name, value in parameters.items():

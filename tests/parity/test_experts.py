@@ -52,6 +52,7 @@ LAYOUTS = [
     (DEEPSEEK, (1, 2, 2), RECOMPUTED, 1),
     (BALANCED, (2, 1, 2), f"{EP} 2 {SEQUENCE_PARALLEL} {ZERO} 1", 1),
     (CAPACITY, (1, 1, 1), "", 2),
+    (BALANCED, (1, 1, 4), f"{EP} 2 {ZERO} 1 --optimizer muon", 1),
     *(
         pytest.param(*case, marks=SLOW)
         for case in (
@@ -92,6 +93,12 @@ LAYOUTS = [
             (CAPACITY, (1, 1, 2), f"{EP} 4 {ZERO} 1", 2),
             (POSITION, (2, 1, 1), f"{EP} 2 {SEQUENCE_PARALLEL}", 2),
             (BALANCED, (2, 1, 2), f"{EP} 2 --optimizer muon", 1),
+            (BALANCED, (2, 1, 2), f"{EP} 2 {ZERO} 1 {SEQUENCE_PARALLEL} --optimizer muon", 1),
+            (BALANCED, (1, 2, 4), f"{EP} 2 {ZERO} 1 --optimizer muon", 1),
+            (BALANCED, (1, 1, 4), f"{EP} 2 {ZERO} 3 --optimizer muon", 1),
+            (BALANCED, (1, 2, 4), f"{EP} 2 {ZERO} 2 --optimizer muon", 1),
+            (BALANCED, (1, 1, 2), f"{EP} 2 {ZERO} 1 --optimizer muon", 2),
+            (DEEPSEEK, (2, 1, 2), f"{EP} 2 {ZERO} 1 {SEQUENCE_PARALLEL} {UNSHARDED_EXPERTS} --optimizer muon", 1),
         )
     ),
 ]  # fmt: skip

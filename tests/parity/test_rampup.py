@@ -10,6 +10,12 @@ GAS, STEPS = 4, {"steps": 5, "eval_every": 2}
 RAMP = "--fp64 --rampup-batch-size 8 4 28"  # steps of 8, 8, 12, 16 and 16 samples
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pipe, data", [(1, 2), (2, 1)])
+def test_scheduled_batch_equals_single_process(pipe: int, data: int) -> None:
+    check_fp64(compare_layout(1, pipe, data, GAS, "--fp64 --step-batch-size-schedule 0:8,128:12,224:16", **STEPS))
+
+
 @pytest.mark.parametrize("pipe, data", [pytest.param(1, 2, marks=pytest.mark.slow), (2, 1)])
 def test_growing_batch_equals_single_process(pipe: int, data: int) -> None:
     check_fp64(compare_layout(1, pipe, data, GAS, RAMP, **STEPS))

@@ -341,7 +341,6 @@ def test_overflowing_layout_exits_1_with_remedies(capsys: pytest.CaptureFixture[
             f"{TINY_FLAGS} --fits --gpus 7 --model-parallel-size 2 --hidden-size 256",
             "must be a multiple of tensor x pipe",
         ),
-        (f"{TINY_FLAGS} --zero-stage 2 --pipe-parallel-size 2 --hidden-size 256", "is not supported in a pipeline"),
         (
             f"{TINY_FLAGS} --gas 4 --hidden-size 256",
             "depend on --model-parallel-size, --pipe-parallel-size, --batch-size",

@@ -101,6 +101,8 @@ SLOW, EP = pytest.mark.slow, "--expert-model-parallel-size"
         pytest.param((2, 1, 2, "--zero-stage 1"), "--fp32", marks=SLOW),
         pytest.param((1, 1, 2, "--zero-stage 3"), "--bf16", marks=SLOW),
         pytest.param((1, 1, 4, f"{EP} 2 --zero-stage 1"), "--bf16", marks=SLOW),
+        pytest.param((1, 1, 4, f"{EP} 2 --zero-stage 3"), "--bf16", marks=SLOW),
+        pytest.param((1, 2, 2, f"{EP} 2 --zero-stage 3 --pipeline-schedule zb-h1"), "--bf16", marks=SLOW),
     ],
 )
 def test_resumed_run_is_bitwise_equal_to_uninterrupted_run(layout: Layout, extra: str, tmp_path: Path) -> None:
@@ -145,6 +147,8 @@ LAYOUT_CHANGES = [
     pytest.param((1, 2, 2, f"{EP} 2 --zero-stage 1"), (2, 1, 2, f"{EP} 2 --zero-stage 1"), marks=SLOW),
     pytest.param((2, 1, 1, ""), (1, 1, 4, f"{EP} 4"), marks=SLOW),
     pytest.param((1, 1, 4, f"{EP} 2 --zero-stage 1"), (1, 2, 2, f"{EP} 2"), marks=SLOW),
+    pytest.param((1, 2, 2, f"{EP} 2 --zero-stage 3"), (1, 1, 4, f"{EP} 2 --zero-stage 3"), marks=SLOW),
+    pytest.param((1, 1, 4, f"{EP} 2 --zero-stage 2"), (1, 2, 2, "--zero-stage 3 --pipeline-chunks 2"), marks=SLOW),
 ]
 
 

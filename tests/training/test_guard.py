@@ -151,17 +151,21 @@ def test_spike_without_guard_is_logged_with_samples(
         pytest.param(GRID_FLAGS, 4, 1e3, marks=pytest.mark.slow),
         pytest.param("", 2, 1e3, marks=pytest.mark.slow),
         (GRID_FLAGS, 4, math.nan),
+        *(
+            pytest.param(f"--pipe-parallel-size 2 {zero_flags}", 4, factor, marks=pytest.mark.slow)
+            for zero_flags, factor in (("--zero-stage 2", math.nan), ("--zero-stage 3 --drift-interval 0", 1e3))
+        ),
     ],
-    ids=["replicas no number", "grid spike", "replicas spike", "grid no number"],
+    ids=["replicas no number", "grid spike", "replicas spike", "grid no number", "ZeRO 2 no number", "ZeRO 3 spike"],
 )
 def test_anomalous_step_is_skipped_on_all_ranks(
     layout: str, num_ranks: int, factor: float, corpus: Path, tmp_path: Path
 ) -> None:
     """Rows N05 and E18: weights and moments stand still, samples count, the learning rate waits."""
-    samples_per_step = 8 if num_ranks == 2 else 4
+    samples_per_step = 4 if layout == GRID_FLAGS else 8
     fault = scale_losses([4 * samples_per_step], factor, faulty_rank=num_ranks - 1)
     results = train(
-        num_ranks, corpus, tmp_path / "run", f"{layout} {GUARD_FLAGS} --train-iters 7 --log-layer-norms", fault
+        num_ranks, corpus, tmp_path / "run", f"{GUARD_FLAGS} {layout} --train-iters 7 --log-layer-norms", fault
     )
     for result in results:
         assert result.first_samples == [samples_per_step * step for step in range(7)] and not result.error

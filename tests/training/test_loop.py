@@ -218,6 +218,28 @@ def test_skipped_step_consumes_samples_but_not_learning_rate(make_run: Any) -> N
     assert run.trainer.last_loss == 4.5
 
 
+def test_listed_steps_are_skipped_without_reading_their_samples(make_run: Any) -> None:
+    run = make_run("--train-iters 8 --lr-decay-iters 4 --warmup 0 --iterations-to-skip 2 4-5 8 --save-interval 2")
+    run.trainer.fit()
+    assert [call for call in run.calls if call.startswith(("train", "save"))] == [
+        "train 0", "train 2", "train 5", "save 6", "train 6", "save 8"
+    ]  # fmt: skip
+    assert run.engine.read == [("train", 0), ("train", 12), ("train", 30), ("train", 30)]
+    assert run.engine.rates == pytest.approx([0.075, 0.05, 0.025, 0.0]), "skipped steps do not advance the rate"
+    progress = run.trainer.progress
+    assert (progress.step, progress.updates, progress.samples_consumed, progress.samples_skipped) == (8, 4, 48, 24)
+
+
+def test_weight_decay_follows_updates(make_run: Any) -> None:
+    flags = "--weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.5 --log-interval 1"
+    run = make_run(f"--train-iters 4 {flags} --eval-iters 0", skipped=(1,))
+    for group in run.engine.optimizer.param_groups:
+        group |= {"weight_decay": -1.0, "has_default_decay": group is run.engine.optimizer.param_groups[0]}
+    run.trainer.fit()
+    assert [record["weight_decay"] for record in run.records.of("train")] == pytest.approx([0.2, 0.3, 0.3, 0.4])
+    assert [group["weight_decay"] for group in run.engine.optimizer.param_groups] == pytest.approx([0.4, -1.0])
+
+
 def test_run_resumes_at_saved_sample_and_learning_rate(make_run: Any) -> None:
     run = make_run("--train-iters 6 --lr-decay-iters 4 --warmup 0")
     run.trainer.progress = TrainProgress(step=4, updates=2, samples_consumed=24)

@@ -18,13 +18,13 @@ from tests.training.resharded import Layout, assert_equals_state, load_in_layout
 SAVED_LAYOUTS = (
     Layout(1, 1, 1), Layout(2, 1, 1, dtype="bf16"), Layout(1, 2, 1, dtype="fp16"), Layout(1, 1, 2, 1, "bf16"),
     Layout(4, 1, 1), Layout(1, 4, 1, dtype="bf16"), Layout(1, 1, 4, 3, "bf16"), Layout(2, 2, 1, dtype="fp16"),
-    Layout(2, 1, 2, 2, "bf16"), Layout(1, 2, 2, 1, "fp32", "--offload-optimizer"),
+    Layout(2, 1, 2, 2, "bf16"), Layout(1, 2, 2, 2, "fp32", "--offload-optimizer"),
 )  # fmt: skip
 """All layouts of 1, 2 and 4 ranks, as they save."""
 LOADED_LAYOUTS = (
     Layout(1, 1, 1, dtype="bf16"), Layout(2, 1, 1), Layout(1, 2, 1, dtype="bf16"), Layout(1, 1, 2, 0, "fp16"),
     Layout(4, 1, 1, dtype="fp16"), Layout(1, 4, 1), Layout(1, 1, 4, 2, "bf16"), Layout(2, 2, 1, dtype="bf16"),
-    Layout(2, 1, 2, 3, "fp32", "--offload-optimizer --offload-parameters"), Layout(1, 2, 2, 0, "bf16"),
+    Layout(2, 1, 2, 3, "fp32", "--offload-optimizer --offload-parameters"), Layout(1, 2, 2, 3, "bf16"),
 )  # fmt: skip
 """The same, as they load: each with another precision, those with replicas with another stage of ZeRO."""
 

@@ -87,12 +87,32 @@ def assert_equal_checkpoints(first_run: Path, second_run: Path) -> None:
         pytest.param(
             pretrain_gpt2, 1, 1, 2, "--optimizer sgd --sgd-momentum 0.9 --zero-stage 1", marks=pytest.mark.slow
         ),
+        pytest.param(
+            pretrain_gpt2,
+            1,
+            1,
+            2,
+            "--iterations-to-skip 2 6 --weight-decay-incr-style cosine --start-weight-decay 0 --end-weight-decay 1 "
+            "--lr-warmup-iters 6 --lr-warmup-init 1e-5 --step-batch-size-schedule 0:4,64:8",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(pretrain_t5, 2, 2, 4, "", marks=pytest.mark.slow),
         pytest.param(pretrain_llama, 2, 2, 4, "", marks=pytest.mark.slow),
         pytest.param(pretrain_mpt, 2, 2, 4, "", marks=pytest.mark.slow),
         pytest.param(pretrain_bert, 2, 2, 4, "", marks=pytest.mark.slow),
     ],
-    ids=["1-1-1", "2-2-4", "1-1-2", "context", "sgd", "t5-2-2-4", "llama-2-2-4", "mpt-2-2-4", "bert-2-2-4"],
+    ids=[
+        "1-1-1",
+        "2-2-4",
+        "1-1-2",
+        "context",
+        "sgd",
+        "schedules",
+        "t5-2-2-4",
+        "llama-2-2-4",
+        "mpt-2-2-4",
+        "bert-2-2-4",
+    ],
 )
 def test_killed_and_resumed_run_equals_uninterrupted_run_bitwise(
     script: ModuleType, tensor: int, pipe: int, world_size: int, extra_flags: str, corpus: Path, tmp_path: Path

@@ -70,6 +70,7 @@ LAYOUTS = {
     "two stages": (2, "--pipe-parallel-size 2"),
     "two tensor ranks": (2, "--model-parallel-size 2 --sequence-parallel"),
     "two replicas, ZeRO 3": (2, "--zero-stage 3"),
+    "two stages of two replicas, ZeRO 3": (4, "--pipe-parallel-size 2 --zero-stage 3"),
 }
 QUICK_ACTIVITIES = {
     "one rank": ["evaluation", "nothing"],

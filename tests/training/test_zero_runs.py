@@ -72,6 +72,22 @@ def test_zero_3_run_resumes_bitwise(corpus: Path, tmp_path: Path) -> None:
     assert_equal_checkpoints(uninterrupted, resumed)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "schedule", ["--pipeline-schedule zb-h1", "--pipeline-chunks 2", "--pipeline-schedule zb-v --bf16"]
+)
+@pytest.mark.parametrize("zero_flags", ["--zero-stage 2", f"--zero-stage 3 {OFFLOAD_FLAGS}", "--zero-stage 3"])
+def test_zero_2_and_3_in_pipeline_resume_bitwise(zero_flags: str, schedule: str, corpus: Path, tmp_path: Path) -> None:
+    uninterrupted, resumed = tmp_path / "whole", tmp_path / "cut"
+    extra_flags = f"{DROPOUT_FLAGS} --pipe-parallel-size 2 --num-layers 4 {schedule} {zero_flags}"
+    assert train_ranks(4, make_flags(corpus, uninterrupted, extra_flags))[0] == [0] * 4
+    argv = make_flags(corpus, resumed, extra_flags)
+    assert train_ranks(4, [*argv, "--exit-interval", "10"])[0] == [75] * 4
+    assert train_ranks(4, [*argv, "--load", str(resumed)])[0] == [0] * 4
+    assert read_losses(resumed) == read_losses(uninterrupted)
+    assert_equal_checkpoints(uninterrupted, resumed)
+
+
 def _use_host_copies(rank: int) -> None:
     """Let all that lies in the host's memory be sent as what lies on a device is, by copies."""
     from tds.p2p import host_copies

@@ -100,9 +100,9 @@ def scheduler_state(run: SavedRun) -> dict[str, Any]:
         "lr_decay_style": _DECAY_STYLES.get(settings.lr_decay_style, settings.lr_decay_style),
         "lr_decay_steps": decay,
         "min_lr": settings.min_lr,
-        "start_wd": settings.weight_decay,
-        "end_wd": settings.weight_decay,
-        "wd_incr_style": "constant",
+        "start_wd": settings.weight_decay if settings.start_weight_decay is None else settings.start_weight_decay,
+        "end_wd": settings.weight_decay if settings.end_weight_decay is None else settings.end_weight_decay,
+        "wd_incr_style": settings.weight_decay_incr_style,
         "wd_incr_steps": int(run.batch.get("train_samples") or train_iters * run.global_batch_size),
     }
 
@@ -113,7 +113,7 @@ def arguments_of(run: SavedRun, *, uses_distributed_optimizer: bool, has_optimiz
     Args:
         uses_distributed_optimizer, has_optimizer: the exported optimizer state's form.
     """
-    settings, progress, dtype = run.optimizer, run.progress, run.dtype
+    settings, progress, dtype, schedule = run.optimizer, run.progress, run.dtype, scheduler_state(run)
     lengths: dict[str, Any] = {}
     if settings.lr_follows_samples:
         lengths = {
@@ -133,11 +133,13 @@ def arguments_of(run: SavedRun, *, uses_distributed_optimizer: bool, has_optimiz
         "micro_batch_size": int(run.batch.get("batch_size") or 1), "global_batch_size": run.global_batch_size,
         "consumed_train_samples": progress["samples_consumed"], "consumed_valid_samples": 0,
         "skipped_train_samples": 0, "train_iters": int(run.batch.get("train_iters") or 0), **lengths,
-        "lr": settings.lr, "min_lr": settings.min_lr, "lr_warmup_init": 0.0, "lr_warmup_fraction": None,
+        "lr": settings.lr, "min_lr": settings.min_lr, "lr_warmup_init": settings.lr_warmup_init,
+        "lr_warmup_fraction": None,
         "lr_decay_style": _DECAY_STYLES.get(settings.lr_decay_style, settings.lr_decay_style),
         "lr_wsd_decay_style": settings.lr_wsd_decay_style, "weight_decay": settings.weight_decay,
-        "start_weight_decay": settings.weight_decay, "end_weight_decay": settings.weight_decay,
-        "weight_decay_incr_style": "constant", "optimizer": "adam", "adam_beta1": settings.adam_beta1,
+        "start_weight_decay": schedule["start_wd"], "end_weight_decay": schedule["end_wd"],
+        "weight_decay_incr_style": settings.weight_decay_incr_style, "optimizer": "adam",
+        "adam_beta1": settings.adam_beta1,
         "adam_beta2": settings.adam_beta2, "adam_eps": settings.adam_eps, "clip_grad": settings.clip_grad,
         "bf16": dtype == "bf16", "fp16": dtype == "fp16", "seed": run.run.get("seed", 1234),
         "calculate_per_token_loss": run.config.model.loss_average == "token",
@@ -178,7 +180,8 @@ def _model_arguments(config: Config) -> dict[str, Any]:
         "window_attn_skip_freq": _pattern(model.window_attn_skip_freq) if model.window_attn_skip_freq else None,
         "padded_vocab_size": model.vocab_size, "vocab_size": model.vocab_size, "make_vocab_size_divisible_by": 1,
         "tokenizer_type": config.data.tokenizer_type, "num_experts": None, "mtp_num_layers": None,
-        "multi_latent_attention": False,
+        "multi_latent_attention": False, "qk_clip": model.qk_clip, "qk_clip_alpha": model.qk_clip_alpha,
+        "qk_clip_threshold": model.qk_clip_threshold, "log_max_attention_logit": model.log_max_attention_logit,
     }  # fmt: skip
     if model.rotary_scaling == "linear":
         arguments["rotary_seq_len_interpolation_factor"] = model.rotary_scaling_factor

@@ -39,8 +39,6 @@ _UNSUPPORTED = {
 """Argument -> the feature that it switches on."""
 _TRAINING_ONLY = {
     "moe_input_jitter_eps": "noise in the inputs of routers",
-    "qk_clip": "clipping of query and key weights",
-    "lr_warmup_init": "a warm-up that does not start at 0",
     "moe_router_force_load_balancing": "random routing",
 }
 """Argument -> a feature without effect on the model's outputs, which a continued run does not have."""
@@ -80,16 +78,18 @@ def read_torch_dist(path: Path, family: str, model: str = "") -> SettingsSource:
 def missing_features(args: Mapping[str, Any]) -> Iterator[str]:
     """Yield the features of the saved run's training that a continued run does not have."""
     yield from (f"{text} ({name} {args[name]})" for name, text in _TRAINING_ONLY.items() if args.get(name))
-    style = args.get("weight_decay_incr_style") or "constant"
-    if style != "constant":
-        start, end = args.get("start_weight_decay"), args.get("end_weight_decay")
-        yield f"a weight decay that changes from {start} to {end} (weight_decay_incr_style {style})"
+    if args.get("qk_clip") and _has_qk_norm(args):
+        yield "clipping of query and key weights, which has no effect on the logits with QK norms (qk_clip)"
     if (args.get("num_experts") or 0) > 1:
         names = _as_list(args.get("moe_router_load_balancing_type"))
         weights = _as_list(args.get("moe_aux_loss_coeff"))
         lost = [f"{name} {weight}" for name, weight in zip(names, weights, strict=False) if name and weight]
         if lost and (len(names) > 1 or names[0] not in _LOAD_BALANCING):
             yield f"the load-balancing losses {', '.join(lost)}"
+
+
+def _has_qk_norm(args: Mapping[str, Any]) -> bool:
+    return bool(args.get("qk_layernorm") or args.get("qk_l2_norm"))
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -187,7 +187,11 @@ def _expert_values(args: Mapping[str, Any]) -> dict[str, Any]:
 def _schedule_values(args: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the learning-rate schedule: in samples if the run length is in samples, otherwise in steps."""
     values: dict[str, Any] = {"lr_step_offset": LR_STEP_OFFSET, "lr_warmup_rounding": "none"}
-    for name in ("lr", "min_lr", "weight_decay"):
+    numbers = ["lr", "min_lr", "weight_decay", "lr_warmup_init"]
+    if args.get("weight_decay_incr_style") in ("linear", "cosine"):
+        values["weight_decay_incr_style"] = args["weight_decay_incr_style"]
+        numbers += ["start_weight_decay", "end_weight_decay"]
+    for name in numbers:
         if args.get(name) is not None:
             values[name] = float(args[name])
     style = args.get("lr_decay_style")
@@ -219,6 +223,9 @@ def _training_values(args: Mapping[str, Any]) -> dict[str, Any]:
         "dtype": "bf16" if args.get("bf16") else "fp16" if args.get("fp16") else "fp32",
         "optimizer": _OPTIMIZERS.get(str(args.get("optimizer", "adam")), str(args.get("optimizer"))),
     }
+    if args.get("qk_clip") and not _has_qk_norm(args):
+        values["qk_clip"] = True
+        values |= {name: float(args[name]) for name in ("qk_clip_threshold", "qk_clip_alpha") if args.get(name)}
     renamed = {
         "adam_beta1": "adam_beta1", "adam_beta2": "adam_beta2", "adam_eps": "adam_eps", "clip_grad": "clip_grad",
         "sgd_momentum": "sgd_momentum", "seq_length": "seq_length", "micro_batch_size": "batch_size",

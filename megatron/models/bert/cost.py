@@ -35,6 +35,7 @@ class BertCosts(DecoderCosts):
     """BERT costs with ``model`` for samples of ``seq_length`` tokens."""
 
     is_causal: ClassVar[bool] = False
+    owns_shared = False  # the embedding and the head read the table of the stage
     heads: Heads
 
     @property

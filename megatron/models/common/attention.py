@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ from megatron.config.layer_features import AFTER_ROTATION, has_rotary
 from megatron.models.common.attention_extras import make_sinks, split_gate
 from megatron.models.common.context_attention import ContextAttention
 from megatron.models.common.kv_cache import LayerKVCache
+from megatron.models.common.logit_meter import LogitMeter, wrap
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import make_head_norm
 from megatron.models.common.parallel_context import ParallelContext
@@ -137,6 +138,10 @@ class SelfAttention(Attention):
         self.temperature = args.attention_temperature_scale, args.attention_temperature_floor
         self.value_size, self.value_scale = args.value_size, args.attention_value_scale
         self.multipliers = args.multipliers
+        self.logit_meter: LogitMeter | None = None
+        if args.measures_logits:
+            window, scale = args.window_size if has_window(args, layer) else 0, args.softmax_scale
+            self.logit_meter = LogitMeter(args, parallel, scale=scale or self.head_size**-0.5, window=window)
         self._set_attention_functions(args, parallel, layer)
         bias, head_size = args.hidden_bias or args.add_qkv_bias, args.kv_hidden_size
         query_rows = num_heads // num_groups * head_size
@@ -159,10 +164,14 @@ class SelfAttention(Attention):
         has_padding = self.value_size != self.head_size
         if has_padding:  # the default scale would be that of the padded heads
             args = replace(args, softmax_scale=args.softmax_scale or self.head_size**-0.5)
-        self.attention_function = _attention_function(args, layer)
-        self.document_function = _document_function(args, parallel, layer)
+        meter = self.logit_meter
+        self.plain_function = causal_self_attention if meter is None else meter.wrap_packed(causal_self_attention)
+        self.attention_function = wrap(_attention_function(args, layer), meter)
+        self.document_function = wrap(_document_function(args, parallel, layer), meter)
         if parallel.context.size > 1:
-            context_attention = ContextAttention(self.attention_function, self.document_function, args, parallel)
+            context_attention = ContextAttention(
+                self.attention_function, self.document_function, args, parallel, self.logit_meter
+            )
             self.attention_function, self.document_function = (
                 context_attention,
                 context_attention.attend_within_documents,
@@ -180,7 +189,7 @@ class SelfAttention(Attention):
             x = x * self.multipliers.attention_input
         packed = self.query_key_value(x)  # [s, b, (a d + g d + g d_v) / t]
         if self.is_plain and cache is None and (mask is None or mask.dtype == torch.int32):
-            return self.dense(self.attend(causal_self_attention, self.view_by_head(packed, 3), mask))
+            return self.dense(self.attend(self.plain_function, self.view_by_head(packed, 3), mask))
         y = self.dense(self._attend_unpacked(packed, mask, cache, positions))
         return y if self.multipliers.attention_output == 1.0 else y * self.multipliers.attention_output
 
@@ -278,6 +287,23 @@ class SelfAttention(Attention):
         if self.clip:
             packed = packed.clamp(-self.clip, self.clip)
         return packed.unflatten(-1, (self.num_groups, -1))
+
+    def query_key_factors(self, eta: torch.Tensor, alpha: float) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield (parameter, factor of each row) for QK-clip; see ``megatron.models.common.qk_clip``.
+
+        The heads of a group share a key, so the smallest factor ``eta`` [a/t] of the group applies to all of them.
+        """
+        group_eta = eta.unflatten(0, (self.num_groups, -1)).amin(1, keepdim=True)  # [g/t, 1]
+        query_rows = self.num_heads // self.num_groups * self.head_size
+        factors = [(group_eta**alpha, query_rows), (group_eta ** (1.0 - alpha), self.head_size)]
+        unscaled = torch.ones_like(group_eta)
+        if self.has_output_gate:
+            factors.insert(1, (unscaled, query_rows))
+        factors.append((unscaled, self.value_size))
+        rows = torch.cat([factor.expand(-1, num_rows) for factor, num_rows in factors], dim=1).flatten()
+        for parameter in (self.query_key_value.weight, self.query_key_value.bias):
+            if parameter is not None:
+                yield parameter, rows
 
 
 def _attention_function(args: ModelArgs, layer: int) -> Callable[..., torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron.models.common.logit_meter import LogitMeter, wrap
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.context_parallel import (
@@ -42,6 +43,7 @@ class ContextAttention:
         function: attention function of ``megatron.ops``; accepts ``mask`` and the arguments for attention dropout.
         document_function: attention function for documents given by their starts: ``document_attention`` with its
             settings.
+        meter: measures the logits; the functions are already wrapped by it.
     """
 
     def __init__(
@@ -50,9 +52,10 @@ class ContextAttention:
         document_function: Callable[..., torch.Tensor],
         args: ModelArgs,
         parallel: ParallelContext,
+        meter: LogitMeter | None = None,
     ) -> None:
         self._function, self._document_function, self._parallel = function, document_function, parallel
-        self._causal_function = partial(lower_right_attention, scale=args.softmax_scale or None)
+        self._causal_function = wrap(partial(lower_right_attention, scale=args.softmax_scale or None), meter)
         self._is_recomputed = args.checkpoint_activations or args.recompute_attention
 
     def __call__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from megatron.config.decoder import has_window
 from megatron.models.common.attention import Attention
 from megatron.models.common.kv_cache import LayerKVCache
 from megatron.models.common.latent_context_attention import LatentContextAttention
+from megatron.models.common.logit_meter import LogitMeter
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import LayerNorm, RMSNorm, norm_class, norm_kwargs
 from megatron.models.common.parallel_context import ParallelContext
@@ -168,15 +169,28 @@ class LatentAttention(Attention):
 
     def _set_attention_functions(self, args: ModelArgs, layer: int) -> None:
         scale, cap = args.latent_softmax_scale, args.attn_logit_softcapping
-        function = partial(softcapped_attention, cap=cap, scale=scale) if cap else partial(attention, scale=scale)
+        function: Callable[..., torch.Tensor] = partial(attention, scale=scale)
+        if cap:
+            function = partial(softcapped_attention, cap=cap, scale=scale)
         window = args.window_size if has_window(args, layer) else 0
-        document_function = partial(document_attention, window=window, scale=scale, cap=cap)
+        document_function: Callable[..., torch.Tensor] = partial(
+            document_attention, window=window, scale=scale, cap=cap
+        )
+        self.logit_meter: LogitMeter | None = None
+        if args.measures_logits:
+            meter = self.logit_meter = LogitMeter(args, self.parallel, scale=scale, window=window)
+            function, document_function = meter.wrap(function), meter.wrap(document_function)
         self.attention_function = pad_heads(function)
         self.document_function = document_function
         self.context_attention: LatentContextAttention | None = None
         if self.parallel.context.size > 1:
             self.context_attention = LatentContextAttention(
-                function, document_function, replace(args, softmax_scale=scale), self.parallel, self.expand
+                function,
+                document_function,
+                replace(args, softmax_scale=scale),
+                self.parallel,
+                self.expand,
+                self.logit_meter,
             )
 
     def forward(
@@ -250,6 +264,18 @@ class LatentAttention(Attention):
         by_head = packed.unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)  # [b, n, s, d_n + d_v]
         key, value = by_head.split([self.part_sizes[0], self.value_size], dim=-1)
         return torch.cat((key, rotated_key.expand(-1, num_heads, -1, -1)), dim=-1), value
+
+    def query_key_factors(self, eta: torch.Tensor, alpha: float) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Yield (parameter, factor of each row) for QK-clip; see ``megatron.models.common.qk_clip``.
+
+        All heads share the rotated key, which is unchanged. Rotated queries have the full factor ``eta`` [a/t] instead.
+        """
+        eta = eta.unsqueeze(1)  # [a/t, 1]
+        part_size, rotated_size = self.part_sizes
+        query_factors = (eta**alpha).expand(-1, part_size), eta.expand(-1, rotated_size)
+        yield self.query.weight, torch.cat(query_factors, dim=1).flatten()
+        key_factors = (eta ** (1.0 - alpha)).expand(-1, part_size), torch.ones_like(eta).expand(-1, self.value_size)
+        yield self.key_value.weight, torch.cat(key_factors, dim=1).flatten()
 
     def _attend_to_latents(
         self,

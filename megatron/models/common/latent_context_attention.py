@@ -10,6 +10,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.models.common.context_attention import ContextAttention
+from megatron.models.common.logit_meter import LogitMeter
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.mpu.context_parallel import (
@@ -51,8 +52,9 @@ class LatentContextAttention(ContextAttention):
         args: ModelArgs,
         parallel: ParallelContext,
         expand: Expand,
+        meter: LogitMeter | None = None,
     ) -> None:
-        super().__init__(function, document_function, args, parallel)
+        super().__init__(function, document_function, args, parallel, meter)
         self._expand = expand
 
     def _attend_with_head_shards(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:

@@ -287,6 +287,11 @@ class MTPLayerPipe(nn.Module):
         super().__init__()
         self.mtp_layer = MTPLayer(args, parallel, depth)
 
+    @property
+    def weight_reader(self) -> nn.Module:
+        """The module for whose call ZeRO 3 gathers the weights."""
+        return self.mtp_layer
+
     def forward(self, inputs: tuple[Any, ...]) -> MTPInput:
         mtp_input = MTPInput(*inputs)
         return mtp_input._replace(layers=(*mtp_input.layers, self.mtp_layer))

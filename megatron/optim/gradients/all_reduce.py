@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from megatron.mpu.groups import SINGLE, Group
-from megatron.mpu.shard import Shard, shard_of
 from megatron.optim.gradients.buffer import GradBuffer, uses_reduce_scatter
 from megatron.optim.gradients.reducer import GradReducer
 from megatron.optim.param_store import ParamStore
@@ -63,14 +62,12 @@ class AllReduceGradReducer(GradReducer):
     def shard_group(self) -> Group:
         return self._store.data_group if self.buffer.is_scattered else SINGLE
 
-    def shard(self, parameter: torch.nn.Parameter) -> Shard:
-        return shard_of(self._store.main_params[parameter] if self._is_scattered(parameter) else parameter)
+    def has_grad_shard(self, parameter: torch.nn.Parameter) -> bool:
+        is_scattered = self.buffer.is_scattered and not is_reduced_by_optimizer(parameter)
+        return is_scattered and self._store.is_sharded(parameter)
 
     def grad_of_main_param(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        return self.grad(parameter) if self._is_scattered(parameter) else super().grad_of_main_param(parameter)
-
-    def _is_scattered(self, parameter: torch.nn.Parameter) -> bool:
-        return self.buffer.is_scattered and not is_reduced_by_optimizer(parameter)
+        return self.grad(parameter) if self.has_grad_shard(parameter) else super().grad_of_main_param(parameter)
 
     def _partition(self, parameter: torch.nn.Parameter) -> ParamPartition | None:
         """Return a reduce-scattered gradient's partition; None for experts, which are summed over another group."""

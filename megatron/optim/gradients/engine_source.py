@@ -7,14 +7,18 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.optim.gradients.reduce_scatter import ReduceScatterGradReducer
 from megatron.optim.gradients.reducer import GradReducer
+from megatron.optim.param_store import ParamStore
 from tds.bucket_reducer import Bucket, BucketSchedule
+from tds.micro_batch_reducer import BackwardReduction
 
 
 class GradientOwner(Protocol):
     """Interface of the optimizer whose gradients are adapted."""
 
     reducer: GradReducer
+    store: ParamStore
 
     @property
     def loss_scale(self) -> float:
@@ -30,7 +34,8 @@ class GradientOwner(Protocol):
 class EngineGradients:
     """Implements ``tds.gradients.GradientSource`` for an optimizer that scales, clips and clears gradients itself.
 
-    Hooks of the optimizer's reducer accumulate over micro-batches; the engine reduces over stages and replicas.
+    Hooks of the optimizer's reducer accumulate over micro-batches; the engine reduces over stages and replicas. With
+    ZeRO 2 and 3 the engine starts the optimizer's own reduction in every backward.
     """
 
     accumulates_in_hooks = True
@@ -41,6 +46,12 @@ class EngineGradients:
 
     def __init__(self, optimizer: GradientOwner) -> None:
         self._optimizer = optimizer
+
+    @property
+    def backward_reduction(self) -> BackwardReduction | None:
+        """The reduction that the engine starts in every backward with ZeRO 2 and 3; None otherwise."""
+        reducer = self._optimizer.reducer
+        return reducer if isinstance(reducer, ReduceScatterGradReducer) else None
 
     def use_buckets(self, order: BucketSchedule) -> Callable[[Bucket], Any] | None:
         """Store gradients in the buckets of ``order``; return the function that starts a reduce-scatter, or None."""
@@ -60,7 +71,8 @@ class EngineGradients:
         """Do nothing, because hooks accumulate the gradients."""
 
     def after_backward(self) -> None:
-        """Do nothing."""
+        """Free the weights that ZeRO 3 has gathered for the backward. Collective under ZeRO 3."""
+        self._optimizer.store.end_action()
 
     def before_step(self) -> None:
         """Do nothing."""

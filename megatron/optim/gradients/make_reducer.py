@@ -24,12 +24,12 @@ def make_reducer(
     Args:
         model, tensor: model-parallel group (one replica), and tensor-parallel group.
         overlap_grad_reduce: with ZeRO 0 and 1, all-reduce gradients while the last backward runs.
-        has_pipeline: the pipeline engine starts the all-reduces, with or without overlap.
+        has_pipeline: the pipeline engine starts the reductions, with or without overlap.
     """
     if store.data_group.size == 1:
         return LocalGradReducer(store, model, tensor)
     if store.zero_stage > 1:
-        return ReduceScatterGradReducer(store, model, tensor)
+        return ReduceScatterGradReducer(store, model, tensor, has_pipeline=has_pipeline)
     if overlap_grad_reduce and not has_pipeline:
         return OverlappedGradReducer(store, model, tensor)
     return AllReduceGradReducer(store, model, tensor)

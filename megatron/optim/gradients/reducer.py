@@ -7,6 +7,7 @@
 | ``AllReduceGradReducer`` in a pipeline | ZeRO 0 and 1 | none; the engine reduces, by ``tds.bucket_reducer`` |
 | ``OverlappedGradReducer`` | ZeRO 0 and 1, --overlap-grad-reduce, no pipeline | starts during the last backward |
 | ``ReduceScatterGradReducer`` | ZeRO 2 and 3 | during every backward; each replica keeps its shard |
+| ``ReduceScatterGradReducer`` in a pipeline | ZeRO 2 and 3 | the same, started by ``tds.micro_batch_reducer`` |
 """
 
 from __future__ import annotations
@@ -35,16 +36,20 @@ class GradReducer:
 
     Attributes:
         reduces_in_backward: True if ``end_micro_batch`` and backward reduce gradients, so that an engine must not.
+        reduces_experts_in_backward: True if they also reduce the gradients of distributed experts.
         fused_params: parameters to whose gradients a fused layer has added a product (``add_product``).
     """
 
     reduces_in_backward = False
+    reduces_experts_in_backward = False
 
     def __init__(self, store: ParamStore, model: Group = SINGLE, tensor: Group = SINGLE) -> None:
         self.fused_params: set[torch.nn.Parameter] = set()
         self.model_group, self.tensor_group = model, tensor
         self._store = store
-        self._sum_groups = [SumGroup(tensor, is_partial), SumGroup(store.expert_group, is_reduced_by_optimizer)]
+        self._sum_groups = [SumGroup(tensor, is_partial)]
+        if not self.reduces_experts_in_backward:
+            self._sum_groups.append(SumGroup(store.expert_group, is_reduced_by_optimizer))
         self._are_groups_summed = False
 
     # Accumulation.
@@ -103,9 +108,13 @@ class GradReducer:
         """The replicas among which gradients are sharded; a single rank if every replica has full gradients."""
         return SINGLE
 
+    def has_grad_shard(self, parameter: torch.nn.Parameter) -> bool:
+        """Return True if ``grad(parameter)`` is this replica's shard of the gradient."""
+        return False
+
     def shard(self, parameter: torch.nn.Parameter) -> Shard:
         """Return the position of ``grad(parameter)`` in the global tensor."""
-        return shard_of(parameter)
+        return shard_of(self._store.main_params[parameter] if self.has_grad_shard(parameter) else parameter)
 
     def grad_of_main_param(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Return the main param's gradient, contiguous."""
@@ -139,9 +148,9 @@ class GradReducer:
 
     def _is_counted(self, parameter: torch.nn.Parameter) -> bool:
         """Return True if this replica contributes the gradient to the norm."""
-        if is_reduced_by_optimizer(parameter) or (self._has_experts and self.shard_group.size == 1):
-            return self._store.group_of(parameter).rank == 0
-        return self.shard_group.size == 1 or self.shard_group.rank == 0 or self._store.is_sharded(parameter)
+        if self.has_grad_shard(parameter):
+            return True
+        return self.norm_group.size == 1 or self._store.group_of(parameter).rank == 0
 
     @cached_property
     def _has_experts(self) -> bool:

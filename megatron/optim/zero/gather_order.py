@@ -3,7 +3,8 @@
 Replicas must gather the same units in the same order, or they would receive shards of other units. If the order is
 known, the next unit is gathered during the computation of the current one.
 
-A pass is a micro-batch of training (forward, recompute, backward) or one call in an evaluation.
+A pass is a micro-batch of training (forward, recompute, backward) or one call in an evaluation. In a pipeline, a pass
+is one action of the schedule: a forward or a backward of one chunk, or one half of a split backward.
 
 | pass | gathers | replicas compare |
 |---|---|---|
@@ -12,14 +13,16 @@ A pass is a micro-batch of training (forward, recompute, backward) or one call i
 | a later one that departs from the order | from then on as in a first pass | as in a first pass |
 
 If the pass type changes (training, or evaluation of one module), the pass departs from the previous order, unless the
-order recorded for the new type starts with the same unit.
+order recorded for the new type starts with the same unit. Actions of a pipeline never depart when they begin: all
+replicas follow the same schedule, so each knows the type of the others' passes (``begin_action``). The first unit of an
+action is prefetched while the stage waits for its inputs.
 
 A departing replica reports its departure in the gather that the other replicas expect next: each message has room for a
 few integers per replica (``Note``). If all replicas depart to the same unit, they continue and record the new order.
 Otherwise the departing replicas raise an error. On a CPU the other replicas raise it as well, because they can read the
 notes without waiting for a device. On other devices they block in a collective until the launcher terminates them. The
 hash detects all other differences. It is read when the next pass ends or the optimizer step begins, so that the host
-does not wait for the device.
+does not wait for the device. Actions of a pipeline are short, so their hashes are read up to 16 actions later.
 
 An update makes prefetched weights outdated, so they are dropped when the weights change (``drop``).
 
@@ -28,6 +31,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP", section 3.3.2, for prefetching in the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, Protocol
 
@@ -43,6 +47,8 @@ END = -1
 """Index in place of a unit at the end of a pass."""
 TRAINING = 0
 """Type of a training pass. Evaluations have one type per module that may be called: 1, 2, ..."""
+MAX_ANNOUNCED_ACTIONS = 16
+"""Actions of a pipeline whose hashes are compared later, so that the host can run ahead of the device."""
 FACTOR, MODULUS = 1_000_003, 2**61 - 1
 """Constants of the rolling hash."""
 DIGIT = 256
@@ -117,8 +123,10 @@ class GatherOrder:
         self._must_depart = False  # True: _order is the previous pass's order, from which the current pass will depart
         self._gathered: list[int] = []
         self._hash = 0
+        self._max_announced = 1
         self._prefetched: list[Gather] = []  # prefetch of the next unit in the order
-        self._announced: tuple[torch.Tensor, Any, list[int]] | None = None  # gathered hashes, their event, local order
+        # Announcements that have not been compared: gathered hashes, their event, local order.
+        self._announced: deque[tuple[torch.Tensor, Any, list[int]]] = deque()
 
     def begin(self, pass_type: int) -> None:
         """Begin a pass. No-op while a training micro-batch is running, because its pass continues."""
@@ -126,6 +134,21 @@ class GatherOrder:
             self.end()  # the previous evaluation failed before its end
         if self.pass_type is None:
             self._begin_pass(pass_type)
+
+    def begin_action(self, pass_type: int) -> None:
+        """Begin a pass of a type on which all replicas agree, after the current one; prefetch its first unit.
+
+        Collective.
+
+        Raises:
+            ConfigError: see ``end``.
+        """
+        if self.pass_type is not None:
+            self.end()
+        self.pass_type, self._gathered, self._hash = pass_type, [], 0
+        self._order, self._must_depart = self._orders.get(pass_type), False
+        self._max_announced = MAX_ANNOUNCED_ACTIONS
+        self._start_next()
 
     def gather(self, unit: int) -> None:
         """Gather a unit and prefetch the next one. Collective.
@@ -265,26 +288,30 @@ class GatherOrder:
         """All-gather the hash, type and next unit of this pass, for ``_check_announced`` to compare. Collective."""
         if self._group.size == 1:
             return
-        self._check_announced()
+        while len(self._announced) >= self._max_announced:
+            self._check_oldest()
         assert self.pass_type is not None
         local = torch.empty(3, dtype=torch.int64, device=self._device)
         for idx, value in enumerate((self._hash, self.pass_type, unit)):
             local[idx].fill_(value)  # a copy from the host could block
         gathered = local.new_empty(self._group.size * len(local))
         all_gather_single(gathered, local, group=self._group.handle)
-        self._announced = *self._copy_to_host(gathered), [*self._gathered, unit]
+        self._announced.append((*self._copy_to_host(gathered), [*self._gathered, unit]))
 
     def _check_announced(self, *, other_unit: int | None = None) -> None:
-        """Compare all replicas' last announcements.
+        """Compare all announcements of this replica with those of the others; for ``other_unit``, see below."""
+        while self._announced:
+            self._check_oldest(other_unit=other_unit)
+
+    def _check_oldest(self, *, other_unit: int | None = None) -> None:
+        """Compare all replicas' oldest announcements.
 
         Args:
             other_unit: None if all replicas compare now; they exchange their orders for the error message. Otherwise
                 only departing replicas compare, and ``other_unit`` is the next unit of the order. A replica with
                 another hash has not departed, so the error message names ``other_unit`` as its next unit.
         """
-        if self._announced is None:
-            return
-        (values, event, local_order), self._announced = self._announced, None
+        values, event, local_order = self._announced.popleft()
         if event is not None:
             event.synchronize()
         rows = values.view(self._group.size, -1).tolist()

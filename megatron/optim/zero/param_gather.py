@@ -19,14 +19,13 @@ Source: Megatron-LM's ``overlap_param_gather``, for the hook that waits before a
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from megatron.mpu.groups import Group
 from megatron.optim.zero.gather import Gather, ShardedWeight, buckets_of_weights
-from megatron.optim.zero.layers import layers_of
+from megatron.optim.zero.layers import called_layers
 
 DEFER_GATHER: bool | None = None
 """True if forwards wait for their weights; None: on NCCL only. The results are bitwise equal."""
@@ -86,19 +85,7 @@ class ParamGather:
             }
 
 
-def _called_layers(module: nn.Module, weights: Mapping[nn.Parameter, Any]) -> dict[nn.Module, list[nn.Parameter]]:
-    """Find the layers that forward calls, each with the ``weights`` that no other layer has."""
-    functions = getattr(module, "forward_funcs", None)
-    if functions is None:
-        return layers_of(module, weights)
-    owners: dict[nn.Parameter, list[nn.Module]] = {weight: [] for weight in weights}
-    called_layers = [function for function in dict.fromkeys(functions) if isinstance(function, nn.Module)]
-    for layer in called_layers:
-        for weight in layer.parameters():
-            if weight in owners:
-                owners[weight].append(layer)
+def _called_layers(module: nn.Module, weights: Iterable[nn.Parameter]) -> dict[nn.Module, list[nn.Parameter]]:
+    """Find the layers that forward calls, without tied weights, which functions read as well."""
     tied = {weight for inner in getattr(module, "tied_modules", {}).values() for weight in inner.parameters()}
-    layers = {
-        layer: [w for w in layer.parameters() if owners.get(w) == [layer] and w not in tied] for layer in called_layers
-    }
-    return {layer: layer_weights for layer, layer_weights in layers.items() if layer_weights}
+    return called_layers(module, [weight for weight in weights if weight not in tied])

@@ -116,10 +116,11 @@ def progress_line(step: int, total: int, metrics: Mapping[str, Any], epochs: str
     bubble = f" | bubble {100 * metrics['bubble']:.1f} %" if "bubble" in metrics else ""
     length = f" | sequence {metrics['seq_length']}" if "seq_length" in metrics else ""
     experts = f" | load imbalance {max(load.values()):.2f}" if (load := metrics.get("moe_load_imbalance")) else ""
+    logit = f" | max logit {metrics['max_attention_logit']:.2f}" if "max_attention_logit" in metrics else ""
     skipped = f" | skipped {metrics['skipped']}" if metrics["skipped"] else ""
     return (
         f"step {step:>{len(str(total))}}/{total} | loss {metrics['loss']:.4f} | lr {metrics['learning_rate']:.3e} | "
-        f"grad norm {metrics['grad_norm']:.3f} | loss scale {metrics['loss_scale']:g}{experts} | "
+        f"grad norm {metrics['grad_norm']:.3f} | loss scale {metrics['loss_scale']:g}{experts}{logit} | "
         f"{metrics['tokens_per_s']:,.0f} tokens/s | {human_count(metrics['flops_per_s'])}FLOP/s{mfu}{bubble}{length} | "
         f"data wait {100 * metrics['data_wait']:.1f} %{f' | {epochs}' if epochs else ''}{skipped} | left {remaining}"
     )

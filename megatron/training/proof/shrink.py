@@ -42,6 +42,7 @@ NUM_STEPS = 2
 MIN_SEQ_LENGTH = 16
 WINDOW = 5
 MAX_FACTOR_OF_DOCUMENTS = 4  # positions with the same attention temperature
+MAX_LOGIT = 0.3  # threshold of QK-clip, which most heads of the small model exceed
 DECODER_VOCABULARY, VOCABULARY = 61, 211  # primes, which every tensor size has to pad; the larger one holds sentinels
 
 
@@ -118,9 +119,15 @@ def shrink(config: Config, world_size: int, device_type: str, *, keeps_data: boo
             muon_momentum=optimizer.muon_momentum,
             muon_nesterov=optimizer.muon_nesterov,
             muon_num_ns_steps=optimizer.muon_num_ns_steps,
+            muon_coefficient_type=optimizer.muon_coefficient_type,
+            muon_fp32_matmul_prec=optimizer.muon_fp32_matmul_prec,
             muon_scale_mode=optimizer.muon_scale_mode,
+            muon_extra_scale_factor=optimizer.muon_extra_scale_factor,
             muon_split_qkv=optimizer.muon_split_qkv,
             muon_split_qkv_heads=optimizer.muon_split_qkv_heads,
+            adaptive_muon_moment2_method=optimizer.adaptive_muon_moment2_method,
+            adaptive_muon_beta2=optimizer.adaptive_muon_beta2,
+            adaptive_muon_eps=optimizer.adaptive_muon_eps,
             clip_grad=min(optimizer.clip_grad, 0.5),
             zero_stage=optimizer.zero_stage,
         ),
@@ -266,6 +273,7 @@ def _shrink_model(config: Config, parallel: ParallelConfig, seq_length: int) -> 
         mup_base_hidden_size=_base_size(model.mup_base_hidden_size, model.hidden_size, hidden),
         dim_model_base=_base_size(model.dim_model_base, model.hidden_size, hidden),
         mtp_num_layers=min(model.mtp_num_layers, 2),
+        qk_clip_threshold=min(model.qk_clip_threshold, MAX_LOGIT),
         attention_temperature_floor=min(model.attention_temperature_floor, MAX_FACTOR_OF_DOCUMENTS),
         **latents,
         **_shrink_recurrent(model, unit),

@@ -360,6 +360,9 @@ def test_skipped_steps_and_loss_scale_of_fp16_run(folder: TorchDistFolder) -> No
         ({"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
          {"activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}),
         ({"qk_l2_norm": True}, {"qk_norm": "l2"}),
+        ({"qk_clip": True, "qk_clip_threshold": 50, "qk_clip_alpha": 0.3},
+         {"qk_clip": True, "qk_clip_threshold": 50.0, "qk_clip_alpha": 0.3}),
+        ({"qk_clip": True, "qk_layernorm": True}, {"qk_clip": None}),
     ],
 )  # fmt: skip
 def test_argument_sets_our_setting(folder: TorchDistFolder, args: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -394,13 +397,15 @@ def test_unsupported_model_is_one_error(folder: TorchDistFolder, args: dict[str,
     [
         ({}, []),
         ({"weight_decay_incr_style": "constant", "moe_aux_loss_coeff": 0.01}, []),
-        ({"weight_decay_incr_style": "cosine", "start_weight_decay": 0.0, "end_weight_decay": 0.1},
-         ["a weight decay that changes from 0.0 to 0.1 (weight_decay_incr_style cosine)"]),
+        ({"weight_decay_incr_style": "cosine", "start_weight_decay": 0.0, "end_weight_decay": 0.1}, []),
         ({"moe_router_load_balancing_type": "seq_aux_loss", "moe_aux_loss_coeff": 0.01},
          ["the load-balancing losses seq_aux_loss 0.01"]),
         ({"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"], "moe_aux_loss_coeff": [0.1, 0.2]},
          ["the load-balancing losses aux_loss 0.1, seq_aux_loss 0.2"]),
-        ({"lr_warmup_init": 1e-5}, ["a warm-up that does not start at 0 (lr_warmup_init 1e-05)"]),
+        ({"lr_warmup_init": 1e-5}, []),
+        ({"qk_clip": True}, []),
+        ({"qk_clip": True, "qk_layernorm": True},
+         ["clipping of query and key weights, which has no effect on the logits with QK norms (qk_clip)"]),
     ],
 )  # fmt: skip
 def test_features_that_a_continued_run_does_not_have_are_named(

@@ -202,7 +202,7 @@ def test_batches_match_across_layouts_and_carry_step_counts(
 
 
 def test_ramped_batches_carry_counts_of_their_step(file: IndexedDataset) -> None:
-    samples, batch_sizes = make_samples(file, short_seq_prob=0.5), BatchSizes(6, 2, 2, 8)
+    samples, batch_sizes = make_samples(file, short_seq_prob=0.5), BatchSizes.ramp(6, 2, 2, 8)
     batches = iter(
         DataLoader(samples, micro_batch_size=2, num_micro_batches=3, data_rank=0, data_size=1, batch_sizes=batch_sizes)
     )

@@ -424,14 +424,13 @@ def test_group_score_topk_must_fit_groups(flags: str, message: str) -> None:
 
 
 def test_rejects_invalid_moe_layouts_together() -> None:
-    flags = "--num-experts 6 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1 --zero-stage 2".split()
+    flags = "--num-experts 6 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1".split()
     flags += "--model-parallel-size 2 --moe-ffn-hidden-size 9 --batch-size 1 --data-path none".split()
     with pytest.raises(ConfigError) as excinfo:
         parse(flags, world_size=4)
     for message in (
         "--expert-model-parallel-size must divide --num-experts, got 4 and 6. Use one of [1, 2, 3, 6]",
         "--expert-model-parallel-size must divide the data x context ranks, got 4 and 2. Use one of [1, 2]",
-        "--expert-model-parallel-size 4 needs --zero-stage 0 or 1, got 2",
         "--expert-tensor-parallel-size 1 with --model-parallel-size 2 needs --sequence-parallel",
         "--moe-ffn-hidden-size must be a multiple of --model-parallel-size, got 9 and 2",
     ):  # fmt: skip

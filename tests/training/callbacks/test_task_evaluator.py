@@ -75,7 +75,7 @@ def select_records(all_records: list[dict[str, Any]], *record_types: str) -> lis
 LAYOUTS = [
     (2, "--model-parallel-size 2 --sequence-parallel --gas 2"),
     pytest.param(2, "--gas 1 --zero-stage 3", marks=pytest.mark.slow),
-    pytest.param(4, "--pipe-parallel-size 2 --gas 1", marks=pytest.mark.slow),
+    pytest.param(4, "--pipe-parallel-size 2 --gas 1 --zero-stage 3", marks=pytest.mark.slow),
 ]
 
 

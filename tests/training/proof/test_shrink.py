@@ -117,6 +117,11 @@ def test_layout_and_features_are_kept_but_the_reference_has_none() -> None:
     assert reference.batch.global_batch_size(1) == samples and reference.data == small.data
 
 
+def test_qk_clip_takes_effect_in_the_small_model() -> None:
+    model = shrink_run("--num-layers 4 --qk-clip --qk-clip-alpha 0.3", 2).config.model
+    assert (model.qk_clip, model.qk_clip_alpha) == (True, 0.3) and model.qk_clip_threshold < 1
+
+
 def test_many_ranks_are_lowered_and_named() -> None:
     shrunk = shrink_run("--num-layers 32 --model-parallel-size 8 --pipe-parallel-size 8 --gas 64", 1024)
     assert shrunk.world_size == 8  # 2 x 2 x 2
