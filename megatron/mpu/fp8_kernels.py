@@ -1,0 +1,84 @@
+"""Triton kernels that quantize to FP8, launched by ``megatron.mpu.fp8_quantize``.
+
+Quotient, product and cast are rounded as torch's operators round them, so the bytes are the same as on a CPU.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+E4M3_MAX: tl.constexpr = tl.constexpr(448.0)  # as in megatron.mpu.fp8_quantize
+MIN_MAXIMUM: tl.constexpr = tl.constexpr(1e-12)
+
+
+@triton.jit
+def row_maxima_kernel(x, maxima, width, BLOCK: tl.constexpr):
+    """Write the largest magnitude of each row, one row per program; NaN if the row has a NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(maxima + row, _reduce_max(largest, 0))
+
+
+@triton.jit
+def column_maxima_kernel(x, maxima, num_rows, width, TILE: tl.constexpr):
+    """Write the largest magnitude of each column, ``TILE`` columns per program; NaN if the column has a NaN."""
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    largest = tl.zeros((TILE, TILE), tl.float32)
+    for start in range(0, num_rows, TILE):
+        row = start + tl.arange(0, TILE)
+        mask = (row[:, None] < num_rows) & (column[None, :] < width)
+        offset = row[:, None].to(tl.int64) * width + column[None, :]
+        value = tl.load(x + offset, mask=mask, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
+    tl.store(maxima + column, _reduce_max(largest, 0), mask=column < width)
+
+
+@triton.jit
+def quantize_rows_kernel(x, maxima, out, width, BLOCK: tl.constexpr):
+    """Quantize with a scale per row, one row per program."""
+    row = tl.program_id(0).to(tl.int64)
+    inverse = _inverse_scale(tl.load(maxima + row))
+    for start in range(0, width, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        mask = column < width
+        value = tl.load(x + row * width + column, mask=mask, other=0.0).to(tl.float32)
+        tl.store(out + row * width + column, _cast(value * inverse, out), mask=mask)
+
+
+@triton.jit
+def quantize_columns_kernel(x, maxima, out, num_rows, width, TILE: tl.constexpr):
+    """Quantize with a scale per column and write the transpose, ``TILE`` x ``TILE`` elements per program."""
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = (row[:, None] < num_rows) & (column[None, :] < width)
+    value = tl.load(x + row[:, None].to(tl.int64) * width + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    inverse = _inverse_scale(tl.load(maxima + column, mask=column < width, other=1.0))
+    quantized = _cast(value * inverse[None, :], out)
+    tl.store(out + column[:, None].to(tl.int64) * num_rows + row[None, :], tl.trans(quantized), mask=tl.trans(mask))
+
+
+@triton.jit
+def _inverse_scale(maximum):
+    bounded = tl.maximum(maximum, MIN_MAXIMUM, propagate_nan=tl.PropagateNan.ALL)
+    return tl.math.div_rn(tl.zeros_like(bounded) + E4M3_MAX, bounded)
+
+
+@triton.jit
+def _cast(value, out):
+    clamped = tl.clamp(value, -E4M3_MAX, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+    return clamped.to(out.dtype.element_ty)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _reduce_max(values, axis: tl.constexpr):
+    return tl.reduce(values, axis, _larger)
