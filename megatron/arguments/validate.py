@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron.arguments import run_checks, seq_length_checks, unused_flags
+from megatron.arguments import fp8_checks, run_checks, seq_length_checks, unused_flags
 from megatron.config import decoder, run_length
 from megatron.config.config import Config
 from megatron.config.experts import expert_rank_problems
@@ -395,6 +395,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
     yield from unused_flags.unused_flag_problems(config)
     yield from run_checks.stability_problems(config)
     yield from zero_problems(config)
+    yield from fp8_checks.fp8_problems(config)
     yield from run_checks.debug_problems(config)
     yield from run_checks.logging_problems(config)
     if config.parallel.device == "cpu":

@@ -123,8 +123,8 @@ def scaled_product(
     """
     uses_scaled_mm = a.device.type == "cuda" if USES_SCALED_MM is None else USES_SCALED_MM
     if uses_scaled_mm and len(a):
-        scales = {"scale_a": a_scales.unsqueeze(1), "scale_b": b_scales.unsqueeze(0)}
-        return torch._scaled_mm(a, b.t(), **scales, out_dtype=out.dtype, out=out)
+        a_column, b_row = a_scales.unsqueeze(1), b_scales.unsqueeze(0)
+        return torch._scaled_mm(a, b.t(), scale_a=a_column, scale_b=b_row, out_dtype=out.dtype, out=out)
     return out.copy_(a.float().mm(b.float().t()) * a_scales.unsqueeze(1) * b_scales)
 
 

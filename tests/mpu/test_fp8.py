@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -119,6 +120,7 @@ def test_linear_in_fp8_is_near_linear_in_fp64(recipe: str, has_bias: bool) -> No
     y.backward(GRAD_UP)
     wide_x, wide_weight = (t.detach().double() for t in (x, weight))
     expected = wide_x @ wide_weight.t() + (bias.detach().double() if has_bias else 0)
+    assert x.grad is not None and weight.grad is not None
     for actual, wide in ((y.detach(), expected), (x.grad, GRAD_UP.double() @ wide_weight)):
         error = (actual.double() - wide).norm(dim=-1) / wide.norm(dim=-1)
         assert 0.005 < error.max() < 0.06, "the rounding of e4m3 shows, and is small for each token"
@@ -142,8 +144,8 @@ def test_scaled_mm_equals_products_of_fp32(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("way", ["deferred", "in place", "recompute"])
 def test_other_ways_to_compute_the_gradients_change_no_bit(way: str) -> None:
-    def run(way: str) -> tuple[torch.Tensor, ...]:
-        layer = ColumnParallelLinear(H, F).bfloat16()
+    def run(way: str) -> tuple[Any, ...]:
+        layer: Any = ColumnParallelLinear(H, F).bfloat16()
         fill_shard(layer.weight, W_UP)
         fill_shard(layer.bias, random(F, seed=19))
         use_fp8(layer.weight, ROWWISE, SINGLE, 0)

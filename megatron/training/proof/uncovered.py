@@ -19,6 +19,8 @@ def uncovered_parts(config: Config, device_type: str, *, needs_deepspeed: bool =
 
 def _parts(config: Config, device_type: str, needs_deepspeed: bool) -> Iterator[str]:
     yield f"{config.precision.dtype or _default_dtype(device_type)} rounding"
+    if config.precision.fp8_format:
+        yield "FP8"
     if device_type != "cpu":
         yield f"{device_type} kernels (flash attention, Triton)"
         yield f"communication of {device_type} tensors"
