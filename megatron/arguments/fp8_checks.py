@@ -8,13 +8,6 @@ from megatron.config.config import Config
 from megatron.config.layer_types import EXPERTS, MLP, layer_types
 from megatron.config.optimizer import BLOCKWISE
 
-FP8_FIELDS = {
-    "fp8_recipe": "--fp8-recipe",
-    "first_last_layers_bf16": "--first-last-layers-bf16",
-    "num_layers_at_start_in_bf16": "--num-layers-at-start-in-bf16",
-    "num_layers_at_end_in_bf16": "--num-layers-at-end-in-bf16",
-}
-"""Fields that have an effect only with --fp8-format -> their flags."""
 ALIGNMENT = 16
 """Elements of a row of an FP8 factor must be a multiple of 16 bytes, which matrix products on CUDA require."""
 BLOCK_SIZE = 128
@@ -24,9 +17,6 @@ def fp8_problems(config: Config) -> Iterator[str]:
     """Yield an error message for each setting that --fp8-format does not support."""
     precision, model = config.precision, config.model
     if precision.fp8_format is None:
-        flags = [flag for name, flag in FP8_FIELDS.items() if name in config.explicit_fields]
-        if flags:
-            yield f"{', '.join(flags)} has no effect without --fp8-format. Add --fp8-format e4m3, or remove it"
         return
     got = f"got --fp8-format {precision.fp8_format}"
     if precision.dtype not in (None, "bf16"):
@@ -37,9 +27,6 @@ def fp8_problems(config: Config) -> Iterator[str]:
     if config.parallel.compile:
         yield f"--compile does not support products in FP8, {got}. Remove one of them"
     counted = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-    stated = [FP8_FIELDS[name] for name in counted if name in config.explicit_fields]
-    if stated and not precision.first_last_layers_bf16:
-        yield f"{', '.join(stated)} has no effect without --first-last-layers-bf16. Add it"
     num_bf16 = sum(getattr(precision, name) for name in counted)
     if precision.first_last_layers_bf16 and num_bf16 >= model.num_layers:
         yield (
@@ -48,6 +35,12 @@ def fp8_problems(config: Config) -> Iterator[str]:
             f"--num-layers {model.num_layers}. Lower them, or remove --fp8-format"
         )
     yield from _size_problems(config)
+
+
+def fp8_notes(config: Config) -> Iterator[str]:
+    """Yield a note if a script of Megatron-LM would use another recipe."""
+    if config.precision.fp8_format and "fp8_recipe" not in config.explicit_fields:
+        yield "--fp8-recipe rowwise: a scale per row; the default of Megatron-LM is delayed, a scale per tensor"
 
 
 def _size_problems(config: Config) -> Iterator[str]:

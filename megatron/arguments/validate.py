@@ -514,6 +514,7 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         *unused_flags.notes(config, world_size),
         *run_checks.stability_notes(config, world_size),
         *zero_notes(config, world_size),
+        *fp8_checks.fp8_notes(config),
         *context_parallel_notes(config),
         *decoder.window_notes(config),
     ]
