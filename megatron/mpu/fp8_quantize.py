@@ -32,6 +32,8 @@ ROW_BLOCK = 4096
 """Largest number of elements of a row that a program processes at a time."""
 TILE = 64
 """Rows and columns of the tile that a program quantizes and transposes."""
+COLUMN_ROWS = 512
+"""Rows of which a program computes the maxima of columns."""
 
 
 def row_maxima(x: torch.Tensor) -> torch.Tensor:
@@ -54,13 +56,13 @@ def column_maxima(x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(x.shape[1], dtype=torch.float32)
     if not triton_launch.is_available(x.device):
         return x.abs().amax(0).float()
-    x, maxima = x.contiguous(), x.new_empty(x.shape[1], dtype=torch.float32)
+    x, bits = x.contiguous(), x.new_zeros(x.shape[1], dtype=torch.int32)
     if x.shape[1]:
         triton_launch.launch(
-            f"{KERNELS}:column_maxima_kernel", (-(-x.shape[1] // TILE),), x, maxima, *x.shape,
-            writes=(maxima,), TILE=TILE,
+            f"{KERNELS}:column_maxima_kernel", (-(-x.shape[1] // TILE), -(-len(x) // COLUMN_ROWS)), x, bits, *x.shape,
+            writes=(), updates=(bits,), ROWS=COLUMN_ROWS, TILE=TILE,
         )  # fmt: skip
-    return maxima
+    return bits.view(torch.float32)
 
 
 def scales_of(maxima: torch.Tensor) -> torch.Tensor:
