@@ -43,7 +43,7 @@ from tds.param_info import info_of, set_info
 
 ROWWISE, BLOCKWISE = "rowwise", "blockwise"
 USES_SCALED_MM: bool | None = None
-"""For tests: use ``torch._scaled_mm``, or products of fp32. None: ``torch._scaled_mm`` on CUDA."""
+"""Use ``torch._scaled_mm`` instead of products of fp32; set by tests. None: on CUDA."""
 
 
 def use_fp8(weight: torch.Tensor, recipe: str, group: Group, partition_dim: int | None) -> None:
@@ -91,9 +91,8 @@ class RowwiseProducts:
         rows_of_weights = weights.flatten(0, 1)
         x_maxima, weight_maxima = _reduced([row_maxima(x), row_maxima(rows_of_weights)], self.input_group)
         quantized_weights = quantize_rows(rows_of_weights, weight_maxima).view(weights.shape)
-        return _scaled_grouped_product(
-            quantize_rows(x, x_maxima), quantized_weights, scales_of(x_maxima), scales_of(weight_maxima), ends, x.dtype
-        )
+        scales, out = (scales_of(x_maxima), scales_of(weight_maxima)), x.new_empty(len(x), weights.shape[1])
+        return scaled_grouped_product(quantize_rows(x, x_maxima), quantized_weights, *scales, ends, out)
 
     def grouped_input_grad(self, grad: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         maxima = [row_maxima(grad), *[column_maxima(weight) for weight in weights]]
@@ -101,8 +100,9 @@ class RowwiseProducts:
         quantized_weights = torch.stack(
             [quantize_columns(weight, columns) for weight, columns in zip(weights, weight_maxima, strict=True)]
         )  # [E, input_size, output_size]
-        scales = scales_of(grad_maxima), scales_of(torch.cat(weight_maxima))
-        return _scaled_grouped_product(quantize_rows(grad, grad_maxima), quantized_weights, *scales, ends, grad.dtype)
+        scales = scales_of(grad_maxima), scales_of(torch.cat(list(weight_maxima)))
+        out = grad.new_empty(len(grad), weights.shape[2])
+        return scaled_grouped_product(quantize_rows(grad, grad_maxima), quantized_weights, *scales, ends, out)
 
 
 def _reduced(maxima: Sequence[torch.Tensor], group: Group) -> Sequence[torch.Tensor]:
@@ -121,27 +121,35 @@ def scaled_product(
     Shapes:
         a [m, k], a_scales [m]; b [n, k], b_scales [n]; out [m, n], bf16 on CUDA
     """
-    uses_scaled_mm = a.device.type == "cuda" if USES_SCALED_MM is None else USES_SCALED_MM
-    if uses_scaled_mm and len(a):
+    if _uses_scaled_mm(a) and len(a):
         a_column, b_row = a_scales.unsqueeze(1), b_scales.unsqueeze(0)
         return torch._scaled_mm(a, b.t(), scale_a=a_column, scale_b=b_row, out_dtype=out.dtype, out=out)
     return out.copy_(a.float().mm(b.float().t()) * a_scales.unsqueeze(1) * b_scales)
 
 
-def _scaled_grouped_product(
+def scaled_grouped_product(
     x: torch.Tensor, weights: torch.Tensor, x_scales: torch.Tensor, weight_scales: torch.Tensor, ends: torch.Tensor,
-    dtype: torch.dtype,
+    out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute ``scaled_product`` for the rows of each weight, on CUDA.
+    """Write the ``scaled_product`` of the rows of each weight to ``out``, and return it.
+
+    On CUDA the host does not wait for ``ends``. Rows after the last weight's rows are undefined.
 
     Shapes:
-        x [m, k], x_scales [m]; weights [E, n, k], weight_scales [E n]; ends [E]; output [m, n]
+        x [m, k], x_scales [m]; weights [E, n, k], weight_scales [E n]; ends [E]; out [m, n], bf16 on CUDA
     """
     scales = weight_scales.view(weights.shape[:2])
-    product = torch._scaled_grouped_mm(
-        x, weights.transpose(1, 2), x_scales, scales, offs=ends, out_dtype=torch.bfloat16
-    )
-    return product.to(dtype)
+    if _uses_scaled_mm(x):
+        return torch._scaled_grouped_mm(x, weights.transpose(1, 2), x_scales, scales, offs=ends, out_dtype=out.dtype)
+    start = 0
+    for end, weight, row_scales in zip(ends.tolist(), weights, scales, strict=True):
+        scaled_product(x[start:end], weight, x_scales[start:end], row_scales, out[start:end])
+        start = end
+    return out
+
+
+def _uses_scaled_mm(x: torch.Tensor) -> bool:
+    return x.device.type == "cuda" if USES_SCALED_MM is None else USES_SCALED_MM
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from megatron.mpu.groups import SINGLE
 from megatron.mpu.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.mpu.random import DropoutStreams, checkpoint
 from megatron.mpu.shard import shard_of
+from megatron.ops import grouped
 from tds.engine.weight_grad_store import WeightGradStore
 from tds.linear_function import linear
 from tds.param_info import info_of, set_info
@@ -140,6 +141,53 @@ def test_scaled_mm_equals_products_of_fp32(monkeypatch: pytest.MonkeyPatch) -> N
     except RuntimeError as error:
         pytest.skip(f"this torch has no products with scales per row on CPUs: {error}")
     assert ((actual.double() - expected.double()).abs() <= 2**-7 * expected.double().abs()).all()
+
+
+def test_rows_do_not_depend_on_other_rows() -> None:
+    """Micro-batches, and the rows of data, context and sequence shards, are rows of the full batch."""
+    x = X.flatten(0, 1)
+    for rows in (slice(0, 1), slice(3, 8)):
+        maxima = row_maxima(x[rows])
+        assert torch.equal(maxima, row_maxima(x)[rows])
+        assert torch.equal(quantize_rows(x[rows], maxima).float(), quantize_rows(x, row_maxima(x))[rows].float())
+        for part, whole in zip(quantize_row_blocks(x[rows]), quantize_row_blocks(x), strict=True):
+            assert torch.equal(part.float(), whole[rows].float())
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(slice(128, 256), slice(None)), (slice(None), slice(128, 256))])
+def test_blocks_of_shards_are_those_of_the_weight(rows: slice, columns: slice) -> None:
+    for part, whole in zip(quantize_blocks(W_UP[rows, columns]), quantize_blocks(W_UP), strict=True):
+        size = 1 if part.dtype == E4M3 else 128
+        shard = (slice(*(None if i is None else i // size for i in (s.start, s.stop))) for s in (rows, columns))
+        assert torch.equal(part.float(), whole[tuple(shard)].float())
+
+
+@pytest.mark.parametrize("recipe", [ROWWISE, BLOCKWISE])
+@pytest.mark.parametrize("implementation", [grouped.LOOP, grouped.GROUPED])
+def test_products_of_experts_are_those_of_each_expert(
+    recipe: str, implementation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second expert has no rows; the last row is a dropped choice."""
+    monkeypatch.setattr(grouped, "IMPLEMENTATION", implementation)
+    counts = torch.tensor([3, 0, 4])
+    weights = [random(F, H, seed=seed).requires_grad_() for seed in (21, 23, 25)]
+    for weight in weights:
+        use_fp8(weight, recipe, SINGLE, None)
+    x = X.flatten(0, 1).clone().requires_grad_()
+    y = grouped.grouped_linear(x, weights, counts)
+    y[:7].backward(GRAD_UP.flatten(0, 1)[:7])
+    expected_x = X.flatten(0, 1).clone().requires_grad_()
+    rows = expected_x[:7].split(counts.tolist())
+    expected = torch.cat([linear(part, weight) for part, weight in zip(rows, map(copied, weights), strict=True)])
+    expected.backward(GRAD_UP.flatten(0, 1)[:7])
+    assert x.grad is not None and expected_x.grad is not None
+    assert torch.allclose(y[:7], expected, rtol=2**-7, atol=0) and torch.allclose(
+        x.grad[:7], expected_x.grad[:7], rtol=2**-7, atol=0
+    )
+
+
+def copied(weight: torch.Tensor) -> torch.Tensor:
+    return set_info(weight.detach().clone(), info_of(weight))
 
 
 @pytest.mark.parametrize("way", ["deferred", "in place", "recompute"])
