@@ -19,7 +19,7 @@ def fp8_problems(config: Config) -> Iterator[str]:
     if precision.fp8_format is None:
         return
     got = f"got --fp8-format {precision.fp8_format}"
-    if precision.dtype not in (None, "bf16"):
+    if precision.dtype not in (None, "bf16", "fp64"):  # fp64: comparisons of layouts
         yield f"--fp8-format needs --bf16, the format of everything that is not in FP8, got --{precision.dtype}"
     if config.family_config.KIND != "decoder":
         yield f"--fp8-format is supported in decoders only, {got} and --model {config.family}. Remove it"

@@ -118,13 +118,16 @@ def scaled_product(
 ) -> torch.Tensor:
     """Write ``(a * a_scales) (b * b_scales)^T`` to ``out``, accumulated in fp32 and rounded once, and return it.
 
+    In fp64 runs the product is accumulated in fp64, so that comparisons of layouts are exact.
+
     Shapes:
         a [m, k], a_scales [m]; b [n, k], b_scales [n]; out [m, n], bf16 on CUDA
     """
     if _uses_scaled_mm(a) and len(a):
         a_column, b_row = a_scales.unsqueeze(1), b_scales.unsqueeze(0)
         return torch._scaled_mm(a, b.t(), scale_a=a_column, scale_b=b_row, out_dtype=out.dtype, out=out)
-    return out.copy_(a.float().mm(b.float().t()) * a_scales.unsqueeze(1) * b_scales)
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    return out.copy_(a.to(wide).mm(b.to(wide).t()) * a_scales.unsqueeze(1) * b_scales)
 
 
 def scaled_grouped_product(
@@ -158,7 +161,7 @@ class BlockwiseProducts:
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = dequantized_rows(x.reshape(-1, x.shape[-1]))
-        out = x.new_empty(*x.shape[:-1], len(weight))
+        out = x.new_empty(*x.shape[:-1], len(weight))  # a view of a product could not be reduced in place
         out.view(-1, len(weight)).copy_(F.linear(rows, dequantized_blocks(weight)))
         return out
 
@@ -177,15 +180,16 @@ class BlockwiseProducts:
 def dequantized_rows(x: torch.Tensor) -> torch.Tensor:
     """Quantize ``x`` [m, n] with a scale per 128 columns, and return the quantized values."""
     quantized, scales = quantize_row_blocks(x)
-    return _dequantize(quantized, expand_row_blocks(scales, x.shape[1]))
+    return _dequantize(quantized, expand_row_blocks(scales, x.shape[1]), x)
 
 
 def dequantized_blocks(x: torch.Tensor) -> torch.Tensor:
     """Quantize ``x`` [m, n] with a scale per 128 x 128 elements, and return the quantized values."""
     quantized, scales = quantize_blocks(x)
-    return _dequantize(quantized, expand_blocks(scales, x.shape))
+    return _dequantize(quantized, expand_blocks(scales, x.shape), x)
 
 
-def _dequantize(quantized: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return ``quantized * scales``: bf16 on CUDA, whose products accumulate in fp32; fp32 on CPUs."""
-    return (quantized.float() * scales).to(torch.bfloat16 if quantized.device.type == "cuda" else torch.float32)
+def _dequantize(quantized: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return ``quantized * scales``: in bf16 on CUDA, whose products accumulate in fp32; otherwise in fp32 or fp64."""
+    dtype = torch.bfloat16 if x.device.type == "cuda" else torch.float32
+    return (quantized.float() * scales).to(torch.float64 if x.dtype == torch.float64 else dtype)
