@@ -44,8 +44,10 @@ def fp8_notes(config: Config) -> Iterator[str]:
 
 
 def _size_problems(config: Config) -> Iterator[str]:
-    """Yield one error message that lists all sizes that FP8 products cannot have."""
+    """Yield one error message that lists all sizes that FP8 products cannot have; any size is accepted in fp64."""
     is_blockwise = config.precision.fp8_recipe == BLOCKWISE
+    if config.precision.dtype == "fp64" and not is_blockwise:
+        return
     unfit = [
         f"{name} = {size}{f' / {shards}' if shards > 1 else ''}"
         for name, size, shards in _sizes(config)
