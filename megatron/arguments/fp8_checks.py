@@ -69,7 +69,7 @@ def _sizes(config: Config) -> Iterator[tuple[str, int, int]]:
     types = layer_types(model)
     yield "--hidden-size", model.hidden_size, 1
     if any(layer_type.has_attention for layer_type in types):
-        heads, groups = model.num_attention_heads, model.num_query_groups or model.num_attention_heads
+        heads = model.num_attention_heads
         if model.multi_latent_attention:
             query_size = model.qk_head_dim + model.qk_pos_emb_head_dim
             yield "query heads x (--qk-head-dim + --qk-pos-emb-head-dim)", heads * query_size, tensor
@@ -77,8 +77,10 @@ def _sizes(config: Config) -> Iterator[tuple[str, int, int]]:
             if model.q_lora_rank:
                 yield "--q-lora-rank", model.q_lora_rank, 1
         else:
-            rows = heads * model.kv_hidden_size + groups * (model.kv_hidden_size + model.value_size)
-            yield "rows of query, key and value", rows, tensor
+            rows = heads * model.kv_hidden_size + model.attention_output_gate * heads * model.value_size
+            for groups in sorted({model.num_query_groups, model.window_num_query_groups} - {0}):
+                key_rows = groups * (model.kv_hidden_size + model.value_size)
+                yield "rows of query, key and value", rows + key_rows, tensor
         yield "heads x the size of a value head", heads * model.value_size, tensor
     if any(layer_type.feed_forward == MLP for layer_type in types):
         yield "--ff-hidden-size", model.ff_hidden_size, tensor

@@ -64,6 +64,12 @@ def test_rows_are_scaled_to_448() -> None:
     assert (error <= torch.maximum(E4M3_STEP * x.double().abs(), smallest_step) * 1.0001).all()
 
 
+def test_values_above_the_maximum_are_clamped() -> None:
+    """A larger value than the maximum is 448, with every version of torch."""
+    x = random(5, 37, seed=11)
+    assert torch.equal(quantize_rows(x, row_maxima(x) / 2).float().abs().amax(1), torch.full((5,), 448.0))
+
+
 def test_columns_are_quantized_as_rows_of_the_transpose() -> None:
     x = random(5, 37, seed=13)
     assert torch.equal(column_maxima(x), row_maxima(x.t()))

@@ -22,7 +22,7 @@ def use_fp8_products(attention: nn.Module | None, mlp: nn.Module | None, recipe:
     """
     for half in (attention, mlp):
         for module in () if half is None else half.modules():
-            if isinstance(module, KeyValueProjection):
+            if isinstance(module, KeyValueProjection) or module is getattr(half, "output_gate", None):
                 continue
             if isinstance(module, ColumnParallelLinear | RowParallelLinear):
                 use_fp8(module.weight, recipe, module.group, int(isinstance(module, RowParallelLinear)))
