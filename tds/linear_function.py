@@ -1,6 +1,7 @@
 """linear: ``x W^T + b`` whose weight gradient can be deferred, or accumulated in place by the matrix product.
 
-Layers call ``linear(x, weight, bias)``. Autograd computes the weight gradient, with two exceptions:
+Layers call ``linear(x, weight, bias)``. If ``ParamInfo.products`` of the weight is set, it computes the output and the
+input gradient, for example in FP8. Autograd computes the weight gradient, with two exceptions:
 
 * A schedule that splits backward passes (``tds.engine.weight_grad_store``) is active: the input and the gradient of
   the output are saved until the ``BackwardWeight`` action.
@@ -29,7 +30,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from tds.param_info import AddProduct, info_of
+from tds.param_info import AddProduct, WeightProducts, info_of
 from tds.torch_api import base_of
 
 
@@ -74,15 +75,33 @@ def linear(
     """
     if torch.compiler.is_compiling():
         return F.linear(x, weight, bias)
-    add_product = info_of(weight).add_product if fuse else None
-    if _deferral is None and add_product is None:
+    info = info_of(weight)
+    add_product = info.add_product if fuse else None
+    if _deferral is None and add_product is None and info.products is None:
         return F.linear(x, weight, bias)
-    if not torch.is_grad_enabled() or not is_plain_product(x, weight, bias):
-        return F.linear(x, weight, bias)
-    if _deferral is not None:
+    if not torch.is_grad_enabled():
+        return multiply(x, weight, bias)
+    is_plain = is_plain_product(x, weight, bias)
+    if _deferral is not None and is_plain:
         return _deferral.split_linear(x, weight, bias)
-    product: torch.Tensor = _FusedLinear.apply(x, weight, bias, add_product)
+    if info.products is None and not is_plain:
+        return F.linear(x, weight, bias)
+    product: torch.Tensor = _Linear.apply(x, weight, bias, add_product if is_plain else None)
     return product
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Compute ``x W^T + b`` by ``ParamInfo.products`` of the weight, or by torch, without a gradient."""
+    products = info_of(weight).products
+    if products is None:
+        return F.linear(x, weight, bias)
+    product = products.forward(x, weight)
+    return product if bias is None else product + bias
+
+
+def multiply_grad(grad: torch.Tensor, weight: torch.Tensor, products: WeightProducts | None) -> torch.Tensor:
+    """Compute the input gradient ``grad W``, [n, input_size], from the output gradient [n, output_size]."""
+    return grad.mm(weight) if products is None else products.input_grad(grad, weight)
 
 
 def accumulates_in_place(weight: torch.Tensor) -> bool:
@@ -145,21 +164,28 @@ def add_product(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, is_first
     multiply_add(out, a, b, beta=0 if is_first else 1, out=out, **dtype_args)
 
 
-class _FusedLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
+    """``multiply``; the weight gradient is accumulated by ``add_product``, or returned if that is None."""
+
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, add_product: AddProduct
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, add_product: AddProduct | None
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.add_product = add_product
-        return F.linear(x, weight, bias)
+        ctx.add_product, ctx.products = add_product, info_of(weight).products
+        return multiply(x, weight, bias)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])  # [n, output_size]
-        x_grad = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        x_grad = multiply_grad(rows, weight, ctx.products).view(x.shape) if ctx.needs_input_grad[0] else None
+        weight_grad = None
         if ctx.needs_input_grad[1]:
-            ctx.add_product(rows, x.reshape(-1, x.shape[-1]))
-        return x_grad, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+            inputs = x.reshape(-1, x.shape[-1])
+            if ctx.add_product is None:
+                weight_grad = rows.t().mm(inputs)
+            else:
+                ctx.add_product(rows, inputs)
+        return x_grad, weight_grad, rows.sum(0) if ctx.needs_input_grad[2] else None, None

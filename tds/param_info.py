@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -140,6 +140,30 @@ class Matrices:
         return [(math.prod(view.shape[:2]), view.shape[2]) for view in views]
 
 
+class WeightProducts(Protocol):
+    """Products of a weight [output_size, input_size] in another number format than that of the tensors.
+
+    Weight gradients are computed in the number format of the tensors. ``weights`` [E, output_size, input_size] are the
+    stacked weights of experts, and ``ends`` int32 [E] the index after each expert's last row.
+
+    Shapes:
+        x    [..., input_size], of ``grouped_forward`` [m, input_size]
+        grad [m, output_size]
+    """
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Compute ``x W^T``, [..., output_size]. Collective if the weight is sharded by columns."""
+
+    def input_grad(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Compute ``grad W``, [m, input_size]. Collective if the weight is sharded by rows."""
+
+    def grouped_forward(self, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Compute ``x W_e^T`` for the rows of each expert, [m, output_size]."""
+
+    def grouped_input_grad(self, grad: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        """Compute ``grad W_e`` for the rows of each expert, [m, input_size]."""
+
+
 @dataclass(frozen=True)
 class ParamInfo:
     """Parameter metadata.
@@ -154,6 +178,7 @@ class ParamInfo:
         is_uninitialized: the values are not set yet; ``megatron.models.common.parameters`` draws them by name.
         initial_values: distribution of the values to draw; None: normal, scaled by the rule of the model.
         add_product: accumulates the gradient in place (``tds.linear_function``); None: autograd accumulates it.
+        products: computes products with the weight, such as those in FP8; None: torch computes them.
     """
 
     shard: Shard | None = None
@@ -163,6 +188,7 @@ class ParamInfo:
     is_uninitialized: bool = False
     initial_values: InitialValues | None = None
     add_product: AddProduct | None = None
+    products: WeightProducts | None = None
 
 
 _ATTRIBUTE = "_param_info"

@@ -18,6 +18,8 @@ from megatron.config.latent_attention import LATENT_ONLY
 from megatron.config.layer_types import GATED_DELTA_NET, KIMI_DELTA, MAMBA2, MLP, layer_types, recurrent_mixers
 from megatron.config.recurrent import DELTA_MIXERS, LINEAR, MAMBA
 
+FP8_FIELDS = ("fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+
 
 @dataclass(frozen=True)
 class Shadow:
@@ -133,6 +135,17 @@ SHADOWS = (
         ("exp_avg_dtype", "exp_avg_sq_dtype", "cpu_adam"),
         lambda config: not (config.optimizer.optimizer == "adamw" or config.optimizer.is_muon),
         "--optimizer is not AdamW",
+    ),
+    # FP8
+    Shadow(
+        FP8_FIELDS,
+        lambda config: config.precision.fp8_format is None,
+        "no products are in FP8 (--fp8-format)",
+    ),
+    Shadow(
+        FP8_FIELDS[2:],
+        lambda config: config.precision.fp8_format is not None and not config.precision.first_last_layers_bf16,
+        "all layers are in FP8 (--first-last-layers-bf16)",
     ),
     Shadow(
         ("allgather_bucket_size",),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megatron.arguments import run_checks, seq_length_checks, unused_flags
+from megatron.arguments import fp8_checks, run_checks, seq_length_checks, unused_flags
 from megatron.config import decoder, run_length
 from megatron.config.config import Config
 from megatron.config.experts import expert_rank_problems
@@ -393,6 +393,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
     yield from unused_flags.unused_flag_problems(config)
     yield from run_checks.stability_problems(config)
     yield from zero_problems(config)
+    yield from fp8_checks.fp8_problems(config)
     yield from run_checks.debug_problems(config)
     yield from run_checks.logging_problems(config)
     if config.parallel.device == "cpu":
@@ -511,6 +512,7 @@ def notes_of(config: Config, world_size: int) -> list[str]:
         *unused_flags.notes(config, world_size),
         *run_checks.stability_notes(config, world_size),
         *zero_notes(config, world_size),
+        *fp8_checks.fp8_notes(config),
         *context_parallel_notes(config),
         *decoder.window_notes(config),
     ]

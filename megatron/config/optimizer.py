@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.config.newton_schulz import COEFFICIENTS
 from megatron.config.option import option
@@ -433,6 +434,9 @@ class OptimizerConfig:
 # The number format of weights and activations, and the loss scale that fp16 needs.
 
 DTYPES = ("fp32", "bf16", "fp16", "fp64")
+E4M3 = "e4m3"
+ROWWISE, BLOCKWISE = "rowwise", "blockwise"
+"""Recipes of FP8; see ``megatron.mpu.fp8``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -458,7 +462,36 @@ class PrecisionConfig:
         minimum=1,
     )
     min_scale: float = option(1.0, "minimum dynamic loss scale", above=0, aliases=("--min-loss-scale",))
+    fp8_format: str | None = option(
+        None,
+        "FP8 number format of matrix products in attention, feed-forward layers and experts; weight gradients, "
+        "embeddings, heads and routers remain in bf16",
+        choices=(E4M3,),
+        shown_default="no FP8",
+    )
+    fp8_recipe: str = option(
+        ROWWISE,
+        "scales of FP8: rowwise, one per row of a factor; blockwise, one per 128 elements, emulated in bf16",
+        choices=(ROWWISE, BLOCKWISE),
+    )
+    first_last_layers_bf16: bool = option(
+        False,
+        "with --fp8-format, compute the first and last layers in bf16: --num-layers-at-start-in-bf16 and "
+        "--num-layers-at-end-in-bf16",
+    )
+    num_layers_at_start_in_bf16: int = option(1, "first layers in bf16 with --first-last-layers-bf16", minimum=0)
+    num_layers_at_end_in_bf16: int = option(1, "last layers in bf16 with --first-last-layers-bf16", minimum=0)
     excluded: tuple[str, ...] = ()  # formats that the JSON disables; never chosen for the device
+
+    def fp8_layers(self) -> dict[str, Any]:
+        """Return the FP8 fields of ``ModelArgs``; empty without ``--fp8-format``."""
+        if self.fp8_format is None:
+            return {}
+        return {
+            "fp8_recipe": self.fp8_recipe,
+            "num_layers_at_start_in_bf16": self.num_layers_at_start_in_bf16 if self.first_last_layers_bf16 else 0,
+            "num_layers_at_end_in_bf16": self.num_layers_at_end_in_bf16 if self.first_last_layers_bf16 else 0,
+        }
 
     @property
     def is_dynamic(self) -> bool:

@@ -37,11 +37,11 @@ Tokens = TypeVar("Tokens", bound="Vocabulary")
 class ArgsOf(Protocol[Args_co]):
     """Function that returns the model arguments of a configuration."""
 
-    def __call__(self, config: Config, *, recomputes: bool = False) -> Args_co:
+    def __call__(self, config: Config, *, for_training: bool = False) -> Args_co:
         """Return the model arguments of ``config``.
 
         Args:
-            recomputes: apply the activation recomputation settings of the run; otherwise nothing is recomputed.
+            for_training: apply the run's settings of activation recomputation and FP8.
         """
 
 

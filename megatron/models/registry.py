@@ -144,7 +144,7 @@ def build_model(
         batch_fn: with a pipeline, converts a micro-batch to the inputs of the first stage and arguments of the loss.
     """
     parts = model_parts(config.family)
-    args = parts.args(config, recomputes=topology is not None)
+    args = parts.args(config, for_training=topology is not None)
     if topology is None or not config.parallel.has_pipeline:
         return parts.model(args, context)
     partition_method = config.parallel.partition_method

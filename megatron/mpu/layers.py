@@ -24,7 +24,7 @@ from megatron.mpu.mappings import (
 )
 from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
-from tds.linear_function import is_deferring_weight_grads
+from tds.linear_function import is_deferring_weight_grads, multiply, multiply_grad
 from tds.param_info import info_of
 
 # Product with a weight and a bias. In layers compiled for a CPU the bias is added separately.
@@ -178,7 +178,7 @@ class _ColumnProducts(torch.autograd.Function):
         ctx.leaves = weights  # the parameters themselves: under recompute, saved_tensors are detached copies
         ctx.save_for_backward(x, *weights)
         full_x = gather_from_sequence_region(x, group) if sequence_parallel else x
-        return tuple(F.linear(full_x, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        return tuple(multiply(full_x, w, b) for w, b in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -221,9 +221,10 @@ def _start_input_grad_reduction(
     ctx: Any, x: torch.Tensor, rows: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
 ) -> AsyncHandle:
     """Compute this rank's partial sum of the input gradient and start the reduction over the group."""
-    partial_grad = rows[0].mm(weights[0])
-    for grad, weight in zip(rows[1:], weights[1:], strict=True):
-        partial_grad += grad.mm(weight)
+    products = [info_of(leaf).products for leaf in ctx.leaves]
+    partial_grad = multiply_grad(rows[0], weights[0], products[0])
+    for grad, weight, weight_products in zip(rows[1:], weights[1:], products[1:], strict=True):
+        partial_grad += multiply_grad(grad, weight, weight_products)
     if ctx.sequence_parallel:
         return start_reduce_scatter(partial_grad.view(ctx.group.size * x.shape[0], *x.shape[1:]), ctx.group)
     return start_all_reduce(partial_grad.view(x.shape), ctx.group)

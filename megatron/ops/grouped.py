@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.ops.stacked_weights import stacked
+from tds.param_info import WeightProducts, info_of
 
 # Routing of rows to slots and of results back to choices.
 #
@@ -190,10 +191,12 @@ def grouped_linear(
         counts  int64, rows per weight, with a sum of at most m
         output  [m, output_size]
     """
-    implementation = select_implementation(x, weights[0].shape[0])
+    implementation, products = select_implementation(x, weights[0].shape[0]), info_of(weights[0]).products
     if implementation == GROUPED:
-        return _GroupedLinear.apply(x, ends_of(counts) if ends is None else ends, None, deferred, *weights)
-    return _GroupedLinear.apply(x, None, counts.tolist() if row_counts is None else row_counts, deferred, *weights)
+        ends = ends_of(counts) if ends is None else ends
+        return _GroupedLinear.apply(x, ends, None, products, deferred, *weights)
+    row_counts = counts.tolist() if row_counts is None else row_counts
+    return _GroupedLinear.apply(x, None, row_counts, products, deferred, *weights)
 
 
 def ends_of(counts: torch.Tensor) -> torch.Tensor:
@@ -202,7 +205,10 @@ def ends_of(counts: torch.Tensor) -> torch.Tensor:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """The products of ``grouped_linear``: grouped if ``ends`` is given, otherwise a loop over ``row_counts``."""
+    """The products of ``grouped_linear``: grouped if ``ends`` is given, otherwise a loop over ``row_counts``.
+
+    ``products`` computes output and input gradient, for example in FP8; None: torch.
+    """
 
     @staticmethod
     def forward(
@@ -210,17 +216,23 @@ class _GroupedLinear(torch.autograd.Function):
         x: torch.Tensor,
         ends: torch.Tensor | None,
         row_counts: list[int] | None,
+        products: WeightProducts | None,
         deferred: list[DeferredGrad] | None,
         *weights: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.ends, ctx.row_counts = ends, row_counts
+        ctx.ends, ctx.row_counts, ctx.products = ends, row_counts, products
         ctx.deferred, ctx.leaves = deferred, weights if deferred is not None else ()
         ctx.save_for_backward(x, *weights)
         if row_counts is None:
+            assert ends is not None
+            if products is not None:
+                return products.grouped_forward(x, stacked(weights), ends)
             return F.grouped_mm(x, stacked(weights).transpose(1, 2), offs=ends)
         outputs = x.new_empty(len(x), weights[0].shape[0])
         for rows, out, weight in zip(*_split_by_expert(row_counts, x, outputs), weights, strict=True):
-            if len(rows):
+            if len(rows) and products is not None:
+                out.copy_(products.forward(rows, weight))
+            elif len(rows):
                 torch.mm(rows, weight.t(), out=out)
         return outputs
 
@@ -228,11 +240,11 @@ class _GroupedLinear(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         x, *weights = ctx.saved_tensors
-        grad, ends, row_counts, is_wanted = grads[0].contiguous(), ctx.ends, ctx.row_counts, ctx.needs_input_grad[4:]
-        x_grad = _input_grad(grad, weights, ends, row_counts) if ctx.needs_input_grad[0] else None
+        grad, ends, row_counts, is_wanted = grads[0].contiguous(), ctx.ends, ctx.row_counts, ctx.needs_input_grad[5:]
+        x_grad = _input_grad(grad, weights, ends, row_counts, ctx.products) if ctx.needs_input_grad[0] else None
         if ctx.deferred is None:
             weight_grads = _weight_grads(x, grad, is_wanted, ends, row_counts)
-            return x_grad, None, None, None, *weight_grads
+            return x_grad, None, None, None, None, *weight_grads
         leaves = ctx.leaves  # the parameters themselves: under recompute, saved_tensors are detached copies
 
         def add() -> None:
@@ -242,18 +254,27 @@ class _GroupedLinear(torch.autograd.Function):
                     leaf.grad = weight_grad if leaf.grad is None else leaf.grad + weight_grad
 
         ctx.deferred.append(add)
-        return x_grad, None, None, None, *[None] * len(weights)
+        return x_grad, None, None, None, None, *[None] * len(weights)
 
 
 def _input_grad(
-    grad: torch.Tensor, weights: Sequence[torch.Tensor], ends: torch.Tensor | None, row_counts: list[int] | None
+    grad: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    ends: torch.Tensor | None,
+    row_counts: list[int] | None,
+    products: WeightProducts | None,
 ) -> torch.Tensor:
     """Compute the input gradient, [m, input_size], by a grouped product if ``row_counts`` is None."""
     if row_counts is None:
+        assert ends is not None
+        if products is not None:
+            return products.grouped_input_grad(grad, stacked(weights), ends)
         return F.grouped_mm(grad, stacked(weights), offs=ends)
     x_grad = grad.new_empty(len(grad), weights[0].shape[1])
     for row_grads, out, weight in zip(*_split_by_expert(row_counts, grad, x_grad), weights, strict=True):
-        if len(row_grads):
+        if len(row_grads) and products is not None:
+            out.copy_(products.input_grad(row_grads, weight))
+        elif len(row_grads):
             torch.mm(row_grads, weight, out=out)
     return x_grad
 

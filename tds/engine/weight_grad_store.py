@@ -45,7 +45,14 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from tds.engine import graph_split
-from tds.linear_function import deferring_weight_grads, is_plain_product, leaf_of, percentage_of
+from tds.linear_function import (
+    deferring_weight_grads,
+    is_plain_product,
+    leaf_of,
+    multiply,
+    multiply_grad,
+    percentage_of,
+)
 from tds.param_info import info_of
 
 Key = tuple[int, int]
@@ -348,6 +355,8 @@ class _SplitLinear(torch.autograd.Function):
         ctx.save_for_backward(x, leaves[0])
         ctx.leaves = leaves
         ctx.splitter = splitter
+        if info_of(leaves[0]).products is not None:
+            return multiply(x, *leaves)
         return splitter.original_linear(x, *leaves)
 
     @staticmethod
@@ -358,5 +367,6 @@ class _SplitLinear(torch.autograd.Function):
         ctx.splitter.record(x, grad, weight, bias)
         input_grad = None
         if ctx.needs_input_grad[0]:
-            input_grad = grad.reshape(-1, grad.shape[-1]).mm(weight).view(x.shape)
+            rows = grad.reshape(-1, grad.shape[-1])
+            input_grad = multiply_grad(rows, weight, info_of(weight).products).view(x.shape)
         return input_grad, None, None, None

@@ -197,6 +197,10 @@ SHADOWED = {
     "adam_eps": "--adam-eps 1e-6 --optimizer sgd",
     "exp_avg_dtype": "--exp-avg-dtype fp32 --optimizer sgd",
     "exp_avg_sq_dtype": "--exp-avg-sq-dtype fp32 --optimizer sgd",
+    "fp8_recipe": "--fp8-recipe blockwise",
+    "first_last_layers_bf16": "--first-last-layers-bf16",
+    "num_layers_at_start_in_bf16": "--num-layers-at-start-in-bf16 2",
+    "num_layers_at_end_in_bf16": "--num-layers-at-end-in-bf16 2 --bf16 --fp8-format e4m3",
     "sgd_momentum": "--sgd-momentum 0.9",
     "muon_momentum": "--muon-momentum 0.9",
     "muon_nesterov": "--muon-no-nesterov",
@@ -316,6 +320,7 @@ NEVER_SHADOWED = set(
     batch_size gas requested_global_batch_size seq_length train_iters eval_iters
     loss_average optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_embedding decoupled_lr lr_by_name
     weight_decay_by_name weight_decay_incr_style start_weight_decay end_weight_decay clip_grad offload_optimizer dtype
+    fp8_format
     data_path sft tokenizer_type eod_token
     save load resume no_save_optim keep_last
     sample_prompts wandb_project

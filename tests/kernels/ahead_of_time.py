@@ -23,7 +23,7 @@ ARCHITECTURES = (80, 90, 100)
 """Compute capabilities: A100, H100, B200."""
 POINTER_TYPES = {
     torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
-    torch.bool: "*i1",
+    torch.bool: "*i1", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
@@ -39,6 +39,12 @@ class Resources:
     spilled_bytes: int
     num_narrow_accesses: int
     """Instructions that access global memory with less than 4 bytes per thread, of which a warp has no full line."""
+
+
+def architectures_of(launch: Launch) -> tuple[int, ...]:
+    """Return the ``ARCHITECTURES`` that have the number formats of ``launch``; an A100 has no FP8."""
+    has_fp8 = any(isinstance(arg, torch.Tensor) and arg.dtype == torch.float8_e4m3fn for arg in launch.args)
+    return tuple(architecture for architecture in ARCHITECTURES if architecture >= 89 or not has_fp8)
 
 
 def compile_launch(launch: Launch, architecture: int) -> Resources:
@@ -120,8 +126,10 @@ def table_rows() -> Iterator[str]:
     yield "|" + "---|" * (6 + len(ARCHITECTURES))
     for case, function in CASES.items():
         for launch in record(function):
-            resources = [compile_launch(launch, architecture) for architecture in ARCHITECTURES]
-            registers = " | ".join(str(r.num_registers) for r in resources)
+            architectures = architectures_of(launch)
+            resources = [compile_launch(launch, architecture) for architecture in architectures]
+            counts = ["none"] * (len(ARCHITECTURES) - len(architectures)) + [str(r.num_registers) for r in resources]
+            registers = " | ".join(counts)
             shared, spills = max(r.shared_bytes for r in resources), max(r.spilled_bytes for r in resources)
             name = launch.kernel.partition(":")[2]
             narrow = max(r.num_narrow_accesses for r in resources)

@@ -19,6 +19,7 @@ from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import gpt2_rule, initialize
 from megatron.models.common.transformer import TransformerLayer
+from megatron.mpu import fp8_quantize
 from megatron.mpu.random import DropoutStreams, checkpoint
 from megatron.ops import fused_norm, fused_rotary, gated_activation
 from megatron.ops.positions import Rotary, apply_rotary, rotary_cos_sin
@@ -220,9 +221,61 @@ def layers(device: torch.device = CPU) -> None:
         check_layer(name, device)
 
 
-CHECKS: dict[str, Callable[..., None]] = {"rotary": rotary, "gates": gates, "norms": norms, "layers": layers}
+def fp8(device: torch.device = CPU) -> None:
+    """Compare the bytes of FP8 rows and columns, and their maxima, with those of torch's operators."""
+    shapes, dtypes = ((1, 16), (5, 37), (70, 130), (3, 5000)), (torch.bfloat16, torch.float32)
+    for shape, dtype in itertools.product(shapes, dtypes):
+        x = random(*shape, dtype=dtype, device=device).detach()
+        x *= torch.logspace(-20, 4, shape[0], device=device).unsqueeze(1).to(dtype)
+        x[0, 1] = float("nan") if shape[0] == 5 else 0.0
+        x[-1] = 0.0 if shape[0] > 1 else x[-1]
+        actual = _quantize(x)
+        is_available, triton_launch.is_available = triton_launch.is_available, lambda device: False
+        try:
+            expected = _quantize(x)
+        finally:
+            triton_launch.is_available = is_available
+        for name, tensor in actual.items():
+            assert torch.equal(_bits(tensor), _bits(expected[name])), f"{name} of a tensor {shape} in {dtype}"
+
+
+def _quantize(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Quantize rows and columns of ``x``."""
+    rows, columns = fp8_quantize.row_maxima(x), fp8_quantize.column_maxima(x)
+    return {
+        "maxima of rows": rows,
+        "maxima of columns": columns,
+        "rows": fp8_quantize.quantize_rows(x, rows),
+        "columns": fp8_quantize.quantize_columns(x, columns),
+    }
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """Return the bits of ``x`` as integers; 1 for every NaN, whose sign is not defined."""
+    bits = x.view(torch.uint8 if x.itemsize == 1 else torch.int32)
+    return bits.masked_fill(x.float().isnan(), 1)
+
+
+CHECKS: dict[str, Callable[..., None]] = {
+    "rotary": rotary, "gates": gates, "norms": norms, "fp8": fp8, "layers": layers,
+}  # fmt: skip
+
+
+def round_e4m3_to_nearest() -> None:
+    """Replace the interpreter's cast to e4m3, which is not rounded to the nearest even number as on GPUs."""
+    from triton.runtime import interpreter
+
+    original = interpreter._convert_float
+
+    def convert(data: Any, input_dtype: Any, output_dtype: Any, rounding_mode: Any) -> Any:
+        if str(output_dtype) != "fp8e4nv":
+            return original(data, input_dtype, output_dtype, rounding_mode)
+        return torch.tensor(data, dtype=torch.float32).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    interpreter._convert_float = convert
 
 
 if __name__ == "__main__":
     triton_launch.is_available = lambda device: True
+    round_e4m3_to_nearest()
     CHECKS[sys.argv[1]]()

@@ -175,6 +175,30 @@ def gradient_kernel(
     )
 
 
+def row_maxima_kernel(x: torch.Tensor, maxima: torch.Tensor, width: int, BLOCK: int) -> None:
+    """Emulate the maxima of rows."""
+    torch.amax(x.abs().float(), 1, out=maxima)
+
+
+def column_maxima_kernel(
+    x: torch.Tensor, maxima_bits: torch.Tensor, num_rows: int, width: int, ROWS: int, TILE: int
+) -> None:
+    """Emulate the maxima of columns."""
+    torch.amax(x.abs().float(), 0, out=maxima_bits.view(torch.float32))
+
+
+def quantize_rows_kernel(x: torch.Tensor, maxima: torch.Tensor, out: torch.Tensor, width: int, BLOCK: int) -> None:
+    """Emulate the quantization of rows."""
+    out.copy_((x.float() * (448.0 / maxima.clamp(min=1e-12)).unsqueeze(1)).clamp(-448.0, 448.0))
+
+
+def quantize_columns_kernel(
+    x: torch.Tensor, maxima: torch.Tensor, out: torch.Tensor, num_rows: int, width: int, TILE: int
+) -> None:
+    """Emulate the quantization and transposition of columns."""
+    out.copy_((x.float() * (448.0 / maxima.clamp(min=1e-12))).clamp(-448.0, 448.0).t())
+
+
 EMULATIONS: dict[str, Emulation] = {
     function.__name__: function
     for function in (
@@ -185,5 +209,9 @@ EMULATIONS: dict[str, Emulation] = {
         norm_backward_kernel,
         statistics_kernel,
         gradient_kernel,
+        row_maxima_kernel,
+        column_maxima_kernel,
+        quantize_rows_kernel,
+        quantize_columns_kernel,
     )
 }

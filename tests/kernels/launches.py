@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from megatron import triton_launch
-from megatron.mpu import fused_cross_entropy, fused_dropout
+from megatron.mpu import fp8_quantize, fused_cross_entropy, fused_dropout
 from megatron.mpu.fused_dropout import Mask
 from megatron.ops import fused_norm, fused_rotary, gated_activation
 from megatron.ops.positions import Rotary, rotary_cos_sin
@@ -132,6 +132,13 @@ def cross_entropy(
     fused_cross_entropy.logits_gradient(logits, targets, num_columns, *factors, gradient, bias=bias, cap=cap)
 
 
+def fp8(num_rows: int, width: int) -> None:
+    """Quantize the rows and the columns of a factor."""
+    x = torch.zeros(num_rows, width, dtype=torch.bfloat16)
+    fp8_quantize.quantize_rows(x, fp8_quantize.row_maxima(x))
+    fp8_quantize.quantize_columns(x, fp8_quantize.column_maxima(x))
+
+
 CASES: dict[str, Callable[[], None]] = {
     "rotary, LLaMA 7B": partial(split_and_rotate, 32, 32, 128),
     "rotary, Llama 3 8B": partial(split_and_rotate, 32, 8, 128),
@@ -159,6 +166,8 @@ CASES: dict[str, Callable[[], None]] = {
         cross_entropy, 30522, 30528, has_bias=True, dtype=torch.float32
     ),
     "dropout and residual, GPT-2 1.3B": partial(dropout, (ROWS, 2, 2048), is_attention=False),
+    "FP8, LLaMA 7B": partial(fp8, ROWS, 4096),
+    "FP8, Llama 3 8B, feed-forward": partial(fp8, ROWS, 14336),
     "dropout of probabilities": partial(dropout, (2, 4, ROWS, 512), is_attention=True),
 }  # fmt: skip
 """Operation and model -> function that launches its kernels."""

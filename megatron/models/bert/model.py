@@ -385,13 +385,13 @@ class BertModel(nn.Module):
         )
 
 
-def model_args(config: Config, *, recomputes: bool = False) -> BertModelArgs:
+def model_args(config: Config, *, for_training: bool = False) -> BertModelArgs:
     """Build ``BertModelArgs`` from ``config``.
 
     Args:
-        recomputes: apply the run's activation recomputation settings; otherwise nothing is recomputed.
+        for_training: apply the run's settings of activation recomputation.
     """
-    switches = recompute_switches(config) if recomputes else {}
+    switches = recompute_switches(config) if for_training else {}
     return bert_model_args_from(config.model, config.family_config, **switches)
 
 

@@ -119,13 +119,13 @@ class DecoderModel(nn.Module):
             )
 
 
-def model_args(config: Config, *, recomputes: bool = False) -> ModelArgs:
+def model_args(config: Config, *, for_training: bool = False) -> ModelArgs:
     """Return the ``ModelArgs`` of ``config``.
 
     Args:
-        recomputes: apply the activation recomputation settings of the run; otherwise nothing is recomputed.
+        for_training: apply the run's settings of activation recomputation and FP8.
     """
-    switches = recompute_switches(config) if recomputes else {}
+    switches = {**recompute_switches(config), **config.precision.fp8_layers()} if for_training else {}
     return model_args_from(config.model, family=config.family, **switches)
 
 

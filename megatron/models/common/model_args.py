@@ -44,11 +44,19 @@ class ModelArgs(DecoderFeatures):
     z_loss: float = 0.0
     loss_average: str = "token"  # or "micro-batch": samples of a micro-batch share the weights of their MTP targets
     loss_chunk_tokens: int | None = 0  # 0: all logits at once; None: chosen by ``tokens_per_chunk``
+    fp8_recipe: str = ""  # scales of products in FP8; "": no products in FP8
+    num_layers_at_start_in_bf16: int = 0  # layers whose products are not in FP8
+    num_layers_at_end_in_bf16: int = 0
 
     @property
     def attention_width(self) -> int:
         """Total width of all value heads: ``a d``."""
         return self.num_attention_heads * self.value_size
+
+    def is_fp8_layer(self, layer: int) -> bool:
+        """Return True if the products of layer ``layer`` are in FP8."""
+        num_fp8_layers = self.num_layers - self.num_layers_at_end_in_bf16
+        return bool(self.fp8_recipe) and self.num_layers_at_start_in_bf16 <= layer < num_fp8_layers
 
     @functools.cached_property
     def rotary(self) -> Rotary | None:

@@ -14,6 +14,7 @@ from megatron.config.layer_types import EXPERTS, NO_MIXER, NO_MLP, layer_types
 from megatron.config.recurrent import norm_placement_of
 from megatron.models.common.attention import SelfAttention
 from megatron.models.common.experts import MoE
+from megatron.models.common.fp8_layers import use_fp8_products
 from megatron.models.common.kv_cache import LayerKVCache
 from megatron.models.common.latent_attention import LatentAttention
 from megatron.models.common.model_args import ModelArgs
@@ -28,6 +29,7 @@ from megatron.mpu.random import checkpoint
 from megatron.ops import gated_activation
 from megatron.ops.activations import activation, is_gated
 from tds.linear_function import accumulates_in_place
+from tds.param_info import info_of
 from tds.schedule.simulate import in_flight
 
 # Activation recomputation.
@@ -118,13 +120,13 @@ class GatedLinear(ColumnParallelLinear):
         """Compute one product with the even rows and one with the odd rows.
 
         A single product with the full weight returns gate and value as strided views, which only the kernel of
-        ``gated_activation`` reads fast. If weight gradients are accumulated in place, a single product is used
-        nevertheless, and both views are copied to contiguous tensors.
+        ``gated_activation`` reads fast. If weight gradients are accumulated in place or products are in FP8, a single
+        product is used nevertheless, and both views are copied to contiguous tensors.
 
         Args:
             uses_kernel: gate and value are passed to ``gated_activation``.
         """
-        if uses_kernel or accumulates_in_place(self.weight):
+        if uses_kernel or accumulates_in_place(self.weight) or info_of(self.weight).products is not None:
             (interleaved,) = self.products(x, (self.weight, self.bias))
             gated, values = gated_activation.split(interleaved)
             return (gated, values) if uses_kernel else (gated.contiguous(), values.contiguous())
@@ -261,6 +263,8 @@ class TransformerLayer(nn.Module):
         if has_mlp:
             self.mlp = MoE(args, parallel, MLP) if layer_type.feed_forward == EXPERTS else MLP(args, parallel)
         self.mlp_output_norm = make_norm(args, parallel) if has_post_norm and has_mlp else None
+        if args.is_fp8_layer(layer):
+            use_fp8_products(self.attention, self.mlp, args.fp8_recipe)
 
     def forward(
         self, x: torch.Tensor, mask: torch.Tensor | None = None, cache: LayerKVCache | None = None,

@@ -331,13 +331,13 @@ class T5Decoder(T5Side):
         return self.run(x, memory, self.bias, enc_segments, dec_segments)
 
 
-def model_args(config: Config, *, recomputes: bool = False) -> T5ModelArgs:
+def model_args(config: Config, *, for_training: bool = False) -> T5ModelArgs:
     """Build ``T5ModelArgs`` from ``config``.
 
     Args:
-        recomputes: apply the run's activation recomputation settings; otherwise nothing is recomputed.
+        for_training: apply the run's settings of activation recomputation.
     """
-    switches = recompute_switches(config) if recomputes else {}
+    switches = recompute_switches(config) if for_training else {}
     return t5_model_args_from(config.model, config.family_config, **switches)
 
 

@@ -28,7 +28,7 @@ from megatron.config.layer_features import no_rope_layers
 from megatron.config.layer_types import ATTENTION, EXPERTS, LayerType, is_hybrid, layer_types, type_of_letter
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron.config.optimizer import BLOCKWISE, OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.pipeline_layout import parse_layout
 from megatron.config.run import RunConfig
@@ -131,7 +131,7 @@ def shrink(config: Config, world_size: int, device_type: str, *, keeps_data: boo
             clip_grad=min(optimizer.clip_grad, 0.5),
             zero_stage=optimizer.zero_stage,
         ),
-        precision=PrecisionConfig(dtype="fp64"),
+        precision=_shrink_precision(config, model.num_layers),
         data=replace(config.data, num_workers=0) if keeps_data else _shrink_data(config),
         checkpoint=CheckpointConfig(),
         stability=StabilityConfig(),
@@ -423,6 +423,30 @@ def _shrink_family(config: Config, parallel: ParallelConfig, seq_length: int) ->
         dec_seq_length=0,
         enc_layers=enc_layers,
         dec_layers=max(dec_layers, num_chunks - enc_layers),
+    )
+
+
+def has_sharded_blocks(config: Config) -> bool:
+    """Return True if tensor ranks shard weights with FP8 scales per block, which small weights cannot have."""
+    return config.precision.fp8_recipe == BLOCKWISE and config.parallel.model_parallel_size > 1
+
+
+def _shrink_precision(config: Config, num_layers: int) -> PrecisionConfig:
+    """Return fp64, with the run's products in FP8 if their scales do not need shards of full blocks."""
+    precision = config.precision
+    if precision.fp8_format is None or has_sharded_blocks(config):
+        return PrecisionConfig(dtype="fp64")
+    num_at_start, num_at_end = (
+        min(number, (num_layers - 1) // 2)
+        for number in (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16)
+    )
+    return PrecisionConfig(
+        dtype="fp64",
+        fp8_format=precision.fp8_format,
+        fp8_recipe=precision.fp8_recipe,
+        first_last_layers_bf16=precision.first_last_layers_bf16,
+        num_layers_at_start_in_bf16=num_at_start,
+        num_layers_at_end_in_bf16=num_at_end,
     )
 
 

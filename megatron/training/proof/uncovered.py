@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config import Config
+from megatron.training.proof.shrink import has_sharded_blocks
 
 
 def uncovered_parts(config: Config, device_type: str, *, needs_deepspeed: bool = False) -> tuple[str, ...]:
@@ -19,6 +20,8 @@ def uncovered_parts(config: Config, device_type: str, *, needs_deepspeed: bool =
 
 def _parts(config: Config, device_type: str, needs_deepspeed: bool) -> Iterator[str]:
     yield f"{config.precision.dtype or _default_dtype(device_type)} rounding"
+    if config.precision.fp8_format and has_sharded_blocks(config):
+        yield "FP8"
     if device_type != "cpu":
         yield f"{device_type} kernels (flash attention, Triton)"
         yield f"communication of {device_type} tensors"

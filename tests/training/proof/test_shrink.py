@@ -14,6 +14,7 @@ from megatron.config.experts import expert_layers
 from megatron.config.layer_types import layer_types
 from megatron.config.pipeline_layout import parse_layout
 from megatron.training.proof.shrink import MAX_RANKS, ShrinkError, Shrunk, _layer_parts, shrink
+from megatron.training.proof.uncovered import uncovered_parts
 
 LARGE = "--hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --vocab-size 50000 --data-path none"
 DEEPSEEK = (
@@ -150,3 +151,14 @@ def test_layout_that_needs_too_many_processes_is_an_error(tmp_path: Path) -> Non
 
 def test_every_setting_of_the_configuration_is_plain_data() -> None:
     json.dumps(shrink_run("--num-layers 4", 2).config.to_dict())
+
+
+def test_products_in_fp8_are_kept_with_a_layer_of_each_format() -> None:
+    flags = "--num-layers 24 --bf16 --fp8-format e4m3 --first-last-layers-bf16 --model-parallel-size 2"
+    precision = shrink_run(flags, 2).config.precision
+    assert (precision.dtype, precision.fp8_format, precision.fp8_recipe) == ("fp64", "e4m3", "rowwise")
+    assert (precision.num_layers_at_start_in_bf16, precision.num_layers_at_end_in_bf16) in ((0, 0), (1, 1))
+    sharded = shrink_run(f"{flags} --fp8-recipe blockwise", 2)
+    assert sharded.config.precision.fp8_format is None
+    assert "FP8" in uncovered_parts(make_config(f"{flags} --fp8-recipe blockwise", 2), "cpu")
+    assert "FP8" not in uncovered_parts(make_config(flags, 2), "cpu")

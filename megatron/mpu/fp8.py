@@ -1,0 +1,195 @@
+"""Matrix products with factors in FP8 whose scales do not depend on the layout.
+
+A layer's weight gets products in FP8 by ``use_fp8``. ``tds.linear_function`` and the products of layers then call them
+for the output and for the input gradient; weight gradients are computed from the unquantized factors.
+
+| product | rows of the left factor | rows of the right factor | sharded inner dimension |
+|---|---|---|---|
+| output ``x W^T`` | tokens of x | rows of W | of a row-parallel weight |
+| input gradient ``g W`` | tokens of g | columns of W | of a column-parallel weight |
+
+A scale belongs to one row of a factor, so it does not depend on the other rows: micro-batches, pipeline stages, data,
+context and sequence shards have the scales of one process. Where the inner dimension is sharded over tensor ranks, the
+row maxima of both factors are all-reduced in one message, and the quantized shards are those of one process, too. The
+ranks' partial products are then summed like those of other number formats.
+
+With blocks of 128 elements (recipe "blockwise"), the scales need no message if shards start at multiples of 128. The
+products of blocks are emulated: scales are powers of two, so bf16 represents the quantized values exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from megatron.mpu.fp8_quantize import (
+    column_maxima,
+    expand_blocks,
+    expand_row_blocks,
+    quantize_blocks,
+    quantize_columns,
+    quantize_row_blocks,
+    quantize_rows,
+    row_maxima,
+    scales_of,
+)
+from megatron.mpu.groups import SINGLE, Group
+from megatron.mpu.mappings import all_reduce
+from tds.param_info import info_of, set_info
+
+ROWWISE, BLOCKWISE = "rowwise", "blockwise"
+USES_SCALED_MM: bool | None = None
+"""Use ``torch._scaled_mm`` instead of products of fp32; set by tests. None: on CUDA."""
+
+
+def use_fp8(weight: torch.Tensor, recipe: str, group: Group, partition_dim: int | None) -> None:
+    """Compute products of ``weight`` [output_size, input_size] in FP8.
+
+    Args:
+        recipe: ``ROWWISE`` or ``BLOCKWISE``.
+        group: the tensor-parallel group that the weight is sharded over.
+        partition_dim: 0: sharded by output rows, 1: by input columns, None: not sharded.
+    """
+    products: RowwiseProducts | BlockwiseProducts = BlockwiseProducts()
+    if recipe == ROWWISE:
+        groups = (group if partition_dim == 1 else SINGLE, group if partition_dim == 0 else SINGLE)
+        products = RowwiseProducts(*groups)
+    set_info(weight, replace(info_of(weight), products=products))
+
+
+@dataclass(frozen=True)
+class RowwiseProducts:
+    """Products with a scale per row of each factor; implements ``tds.param_info.WeightProducts``.
+
+    Args:
+        input_group: the group that the input dimension is sharded over.
+        output_group: the group that the output dimension is sharded over.
+    """
+
+    input_group: Group = SINGLE
+    output_group: Group = SINGLE
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        x_maxima, weight_maxima = _reduced([row_maxima(rows), row_maxima(weight)], self.input_group)
+        quantized = quantize_rows(rows, x_maxima), quantize_rows(weight, weight_maxima)
+        out = x.new_empty(*x.shape[:-1], len(weight))  # a view of a product could not be reduced in place
+        scaled_product(*quantized, scales_of(x_maxima), scales_of(weight_maxima), out.view(-1, len(weight)))
+        return out
+
+    def input_grad(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        grad_maxima, weight_maxima = _reduced([row_maxima(grad), column_maxima(weight)], self.output_group)
+        quantized = quantize_rows(grad, grad_maxima), quantize_columns(weight, weight_maxima)
+        out = grad.new_empty(len(grad), weight.shape[1])
+        return scaled_product(*quantized, scales_of(grad_maxima), scales_of(weight_maxima), out)
+
+    def grouped_forward(self, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        rows_of_weights = weights.flatten(0, 1)
+        x_maxima, weight_maxima = _reduced([row_maxima(x), row_maxima(rows_of_weights)], self.input_group)
+        quantized_weights = quantize_rows(rows_of_weights, weight_maxima).view(weights.shape)
+        scales, out = (scales_of(x_maxima), scales_of(weight_maxima)), x.new_empty(len(x), weights.shape[1])
+        return scaled_grouped_product(quantize_rows(x, x_maxima), quantized_weights, *scales, ends, out)
+
+    def grouped_input_grad(self, grad: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        maxima = [row_maxima(grad), *[column_maxima(weight) for weight in weights]]
+        grad_maxima, *weight_maxima = _reduced(maxima, self.output_group)
+        quantized_weights = torch.stack(
+            [quantize_columns(weight, columns) for weight, columns in zip(weights, weight_maxima, strict=True)]
+        )  # [E, input_size, output_size]
+        scales = scales_of(grad_maxima), scales_of(torch.cat(list(weight_maxima)))
+        out = grad.new_empty(len(grad), weights.shape[2])
+        return scaled_grouped_product(quantize_rows(grad, grad_maxima), quantized_weights, *scales, ends, out)
+
+
+def _reduced(maxima: Sequence[torch.Tensor], group: Group) -> Sequence[torch.Tensor]:
+    """Return the maxima over the ranks of ``group``, by one all-reduce. A NaN remains in the rank's own factor."""
+    if group.size == 1:
+        return maxima
+    packed = all_reduce(torch.cat([part.nan_to_num(float("inf")) for part in maxima]), group, dist.ReduceOp.MAX)
+    return packed.split([len(part) for part in maxima])
+
+
+def scaled_product(
+    a: torch.Tensor, b: torch.Tensor, a_scales: torch.Tensor, b_scales: torch.Tensor, out: torch.Tensor
+) -> torch.Tensor:
+    """Write ``(a * a_scales) (b * b_scales)^T`` to ``out``, accumulated in fp32 and rounded once, and return it.
+
+    In fp64 runs the product is accumulated in fp64, so that comparisons of layouts are exact.
+
+    Shapes:
+        a [m, k], a_scales [m]; b [n, k], b_scales [n]; out [m, n], bf16 on CUDA
+    """
+    if _uses_scaled_mm(a) and len(a):
+        a_column, b_row = a_scales.unsqueeze(1), b_scales.unsqueeze(0)
+        return torch._scaled_mm(a, b.t(), scale_a=a_column, scale_b=b_row, out_dtype=out.dtype, out=out)
+    wide = torch.float64 if out.dtype == torch.float64 else torch.float32
+    return out.copy_(a.to(wide).mm(b.to(wide).t()) * a_scales.unsqueeze(1) * b_scales)
+
+
+def scaled_grouped_product(
+    x: torch.Tensor, weights: torch.Tensor, x_scales: torch.Tensor, weight_scales: torch.Tensor, ends: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """Write the ``scaled_product`` of the rows of each weight to ``out``, and return it.
+
+    On CUDA the host does not wait for ``ends``. Rows after the last weight's rows are undefined.
+
+    Shapes:
+        x [m, k], x_scales [m]; weights [E, n, k], weight_scales [E n]; ends [E]; out [m, n], bf16 on CUDA
+    """
+    scales = weight_scales.view(weights.shape[:2])
+    if _uses_scaled_mm(x):
+        return torch._scaled_grouped_mm(x, weights.transpose(1, 2), x_scales, scales, offs=ends, out_dtype=out.dtype)
+    start = 0
+    for end, weight, row_scales in zip(ends.tolist(), weights, scales, strict=True):
+        scaled_product(x[start:end], weight, x_scales[start:end], row_scales, out[start:end])
+        start = end
+    return out
+
+
+def _uses_scaled_mm(x: torch.Tensor) -> bool:
+    return x.device.type == "cuda" if USES_SCALED_MM is None else USES_SCALED_MM
+
+
+@dataclass(frozen=True)
+class BlockwiseProducts:
+    """Products with a scale per 128 elements of a row and per 128 x 128 elements of a weight, emulated."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = dequantized_rows(x.reshape(-1, x.shape[-1]))
+        out = x.new_empty(*x.shape[:-1], len(weight))  # a view of a product could not be reduced in place
+        out.view(-1, len(weight)).copy_(F.linear(rows, dequantized_blocks(weight)))
+        return out
+
+    def input_grad(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return dequantized_rows(grad).mm(dequantized_blocks(weight)).to(grad.dtype)
+
+    def grouped_forward(self, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        factors = torch.stack([dequantized_blocks(weight) for weight in weights])
+        return F.grouped_mm(dequantized_rows(x), factors.transpose(1, 2), offs=ends).to(x.dtype)
+
+    def grouped_input_grad(self, grad: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        factors = torch.stack([dequantized_blocks(weight) for weight in weights])
+        return F.grouped_mm(dequantized_rows(grad), factors, offs=ends).to(grad.dtype)
+
+
+def dequantized_rows(x: torch.Tensor) -> torch.Tensor:
+    """Quantize ``x`` [m, n] with a scale per 128 columns, and return the quantized values."""
+    quantized, scales = quantize_row_blocks(x)
+    return _dequantize(quantized, expand_row_blocks(scales, x.shape[1]), x)
+
+
+def dequantized_blocks(x: torch.Tensor) -> torch.Tensor:
+    """Quantize ``x`` [m, n] with a scale per 128 x 128 elements, and return the quantized values."""
+    quantized, scales = quantize_blocks(x)
+    return _dequantize(quantized, expand_blocks(scales, x.shape), x)
+
+
+def _dequantize(quantized: torch.Tensor, scales: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return ``quantized * scales``: in bf16 on CUDA, whose products accumulate in fp32; otherwise in fp32 or fp64."""
+    dtype = torch.bfloat16 if x.device.type == "cuda" else torch.float32
+    return (quantized.float() * scales).to(torch.float64 if x.dtype == torch.float64 else dtype)

@@ -1,0 +1,86 @@
+"""--fp8-format in every layout: one process.
+
+With --fp64, everything that is not in FP8 is exact to 1e-16, and the products of quantized factors are accumulated in
+fp64. An element that is quantized differently in two layouts would change the loss by far more than the bounds.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.layouts import check_fp64, compare_layout, trace_layout, trace_one_process
+from tests.parity.test_schedules import INTERLEAVED, RECOMPUTE, SPLIT_CHUNKS, ZB_V, ZERO_BUBBLE
+
+FP8 = "--fp8-format e4m3 --hidden-size 64"
+GATED = "--activation gated-silu --num-query-groups 2"
+BLOCKS = "--fp8-recipe blockwise --hidden-size 512 --ff-hidden-size 256 --activation gated-silu --num-layers 2"
+LATENT = (
+    "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 16 "
+    "--v-head-dim 16 --position-embedding-type rope"
+)
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32"
+MTP = "--mtp-num-layers 1"
+SP = "--sequence-parallel"
+
+
+def check_layout(grid: tuple[int, int, int], gas: int, extra: str, schedule: str = "", context: int = 1) -> None:
+    check_fp64(compare_layout(*grid, gas, f"--fp64 {FP8} {extra}", schedule=schedule, context=context))
+
+
+@pytest.mark.parametrize(
+    ("grid", "gas", "extra", "schedule"),
+    [((2, 2, 1), 2, GATED, f"{ZERO_BUBBLE} {SP} {RECOMPUTE}"), ((2, 1, 2), 2, EXPERTS, "--zero-stage 1")],
+)
+def test_layout_equals_single_process(grid: tuple[int, int, int], gas: int, extra: str, schedule: str) -> None:
+    check_layout(grid, gas, extra, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["", SP, f"{SP} --gradient-accumulation-fusion", "--zero-stage 1"])
+@pytest.mark.parametrize("extra", ["", GATED, LATENT, EXPERTS, MTP, BLOCKS, "--first-last-layers-bf16"])
+@pytest.mark.parametrize("grid", [(2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (2, 1, 2), (1, 2, 2)])
+def test_every_layout_equals_single_process(grid: tuple[int, int, int], extra: str, schedule: str) -> None:
+    if grid[0] == 1:
+        schedule = schedule.replace(SP, "")
+    if grid[0] == 4:
+        extra = extra.replace("--num-query-groups 2", "")
+    if extra == BLOCKS and grid[0] == 4:
+        extra = BLOCKS.replace("256", "512")
+    check_layout(grid, 2, extra, schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [INTERLEAVED, ZERO_BUBBLE, SPLIT_CHUNKS, ZB_V])
+@pytest.mark.parametrize("grid", [(1, 2, 1), (2, 2, 1), (1, 2, 2)])
+def test_every_schedule_equals_single_process(grid: tuple[int, int, int], schedule: str) -> None:
+    check_layout(grid, 4, f"{GATED} --num-layers 4", schedule)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("extra", [GATED, LATENT, RECOMPUTE])
+def test_sharded_gradients_and_weights_equal_single_process(zero: int, extra: str) -> None:
+    check_layout((2, 1, 2), 2, extra, f"--zero-stage {zero}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", [GATED, LATENT, EXPERTS])
+@pytest.mark.parametrize("grid", [(1, 1, 1), (2, 1, 1), (1, 2, 1)])
+def test_context_parallelism_equals_single_process(grid: tuple[int, int, int], extra: str) -> None:
+    check_layout(grid, 2, extra, context=2)
+
+
+def test_bf16_layouts_agree_within_rounding() -> None:
+    """FP8 differs from bf16 by its own rounding, and two layouts of FP8 by the rounding of bf16."""
+    one, two = trace_one_process(4, 2, f"--bf16 {FP8}"), trace_layout(2, 1, 1, 4, 2, f"--bf16 {FP8}")
+    plain = trace_one_process(4, 2, "--bf16 --hidden-size 64")
+    assert two[0].losses == two[1].losses
+    assert two[0].losses == pytest.approx(one.losses, abs=0.02)
+    assert one.losses != plain.losses
+    assert one.losses == pytest.approx(plain.losses, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(1, 1, 2), (2, 1, 2), (1, 2, 2)])
+def test_distributed_experts_equal_single_process(grid: tuple[int, int, int]) -> None:
+    check_layout(grid, 2, f"{EXPERTS} {SP if grid[0] > 1 else ''}", "--expert-model-parallel-size 2")
