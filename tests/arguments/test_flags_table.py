@@ -589,7 +589,7 @@ def test_generated_flag_docs_are_up_to_date():
     )
 
 
-@pytest.mark.parametrize("flags", ["--moe-expert-parallel-size 2", "--topk 2", "--moe-input-jitter-eps 0.1"])
+@pytest.mark.parametrize("flags", ["--moe-latent-size 8", "--moe-input-jitter-eps 0.1"])
 def test_dense_only_flag_with_experts_raises(flags: str):
     assert list(parse(flags.split(), world_size=1, env={}).ignored) == flags.split()[:1]
     with pytest.raises(
