@@ -233,7 +233,10 @@ _DECODER_REQUIRED_FLAGS = {
     "--moe-router-num-groups": [*_EXPERT_FLAGS, "--moe-router-group-topk", "1"],
     "--moe-router-group-topk": [*_EXPERT_FLAGS, "--moe-router-num-groups", "4"],
     "--moe-router-load-balancing-type": [*_EXPERT_FLAGS, "--moe-aux-loss-coeff", "0.1"],
-    "--moe-token-drop-policy": [*_EXPERT_FLAGS, "--moe-expert-capacity-factor", "0.5"],
+    **dict.fromkeys(
+        ("--moe-token-drop-policy", "--moe-eval-capacity-factor", "--moe-min-capacity"),
+        [*_EXPERT_FLAGS, "--moe-expert-capacity-factor", "0.5"],
+    ),
     "--moe-router-enable-expert-bias": _SIGMOID_ROUTER_FLAGS,
     "--moe-router-bias-update-rate": _SIGMOID_ROUTER_FLAGS,
     "--moe-router-group-score-topk": [

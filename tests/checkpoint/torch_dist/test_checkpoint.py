@@ -365,7 +365,6 @@ def test_argument_sets_our_setting(folder: TorchDistFolder, args: dict[str, Any]
         ({"use_mup": True}, r"unsupported features: muP \(--use-mup\)"),
         ({"moe_apply_probs_on_input": True}, "probabilities that multiply the inputs of experts"),
         ({"moe_mlp_glu_interleave_size": 32}, "blocks of gates and values"),
-        ({"moe_router_load_balancing_type": ["sinkhorn"]}, "routing by sinkhorn"),
         ({"moe_router_score_function": "sqrtsoftplus"}, "--moe-router-score-function must be one of .*sqrtsoftplus"),
     ],
 )
