@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megatron.arguments.scan import Scan
+from megatron.config.experts import AUX_LOSS
 from megatron.models.registry import FAMILIES
 
 if TYPE_CHECKING:
@@ -106,10 +107,11 @@ def notes(config: Config, scanned: Scan) -> Iterator[str]:
             "--loss-average micro-batch, as Megatron-LM without --calculate-per-token-loss: the loss is the mean of "
             "the micro-batches' means"
         )
-    if config.model.num_experts and config.model.moe_aux_loss_coeff:
+    is_aux_loss = config.model.moe_router_load_balancing_type == AUX_LOSS
+    if config.model.num_experts and config.model.moe_aux_loss_coeff and is_aux_loss:
         yield (
-            "the load-balancing loss of the experts is computed over the global batch, as global_aux_loss in "
-            "Megatron-LM; aux_loss there is computed over each micro-batch"
+            "the load-balancing loss aux_loss uses the experts' shares of the previous global batch; Megatron-LM's "
+            "uses those of the micro-batch on one replica"
         )
     multiple = config.model.make_vocab_size_divisible_by * config.parallel.model_parallel_size
     if config.model.vocab_size is None or config.model.vocab_size % multiple:

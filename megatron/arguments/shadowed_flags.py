@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron import object_store
 from megatron.config.config import Config
 from megatron.config.decoder import has_window
-from megatron.config.experts import AUX_LOSS, FIELD_NAMES, NO_LOSS
+from megatron.config.experts import AUX_LOSSES, FIELD_NAMES, NO_LOSS
 from megatron.config.latent_attention import LATENT_ONLY
 from megatron.config.layer_types import GATED_DELTA_NET, KIMI_DELTA, MAMBA2, MLP, layer_types, recurrent_mixers
 from megatron.config.recurrent import DELTA_MIXERS, LINEAR, MAMBA
@@ -172,7 +172,7 @@ SHADOWS = (
         ("moe_router_load_balancing_type",),
         lambda config: (
             bool(config.model.num_experts)
-            and config.model.moe_router_load_balancing_type == AUX_LOSS
+            and config.model.moe_router_load_balancing_type in AUX_LOSSES
             and config.model.moe_aux_loss_coeff == 0
         ),
         "--moe-aux-loss-coeff is 0",
@@ -183,7 +183,7 @@ SHADOWS = (
         "there is no expert bias (--moe-router-enable-expert-bias)",
     ),
     Shadow(
-        ("moe_token_drop_policy",),
+        ("moe_token_drop_policy", "moe_eval_capacity_factor", "moe_min_capacity"),
         lambda config: bool(config.model.num_experts) and not config.model.moe_expert_capacity_factor,
         "experts drop no tokens (--moe-expert-capacity-factor)",
     ),

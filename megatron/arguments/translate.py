@@ -24,6 +24,7 @@ from dataclasses import fields
 from fractions import Fraction
 from typing import Any
 
+from megatron.arguments.deepspeed_experts import convert_deepspeed_experts
 from megatron.arguments.derived_sizes import GLOBAL_BATCH_FIELD
 from megatron.arguments.foreign_flags import DENSE_ONLY, ForeignFlag, Target, foreign_flags
 from megatron.arguments.related_fields import LENGTHS
@@ -57,6 +58,7 @@ def set_converted_fields(scanned: Scan) -> None:
                 scanned.values.setdefault(target.fields[0], _parse_constant(target))
             else:
                 scanned.set(target.fields[0], _parse_constant(target) if target.value else value, spelling)
+    convert_deepspeed_experts(scanned)
     _set_zero_stage(scanned)
     _set_profile_steps(scanned)
     _set_paths(scanned)
@@ -169,10 +171,10 @@ CONVERSIONS: Mapping[str, Callable[[Scan, Any, str], None]] = {
 }
 DEFERRED_CONVERSIONS = (
     "zero_stage", "profile_steps", "paths", "lengths", "skip_train", "gelu", "mup", "no_pipeline", "unique_layers",
-    "require_checkpoint", "checkpoint_schedule", "linear_biases", "norm_bias",
+    "require_checkpoint", "checkpoint_schedule", "linear_biases", "norm_bias", "deepspeed_experts",
 )  # fmt: skip
 """Conversions that depend on other flags or on sizes. They are defined below, except for ``require_checkpoint`` in
-``other_programs`` and ``checkpoint_schedule`` in ``checkpoint.checkpoint_args``.
+``other_programs``, ``checkpoint_schedule`` in ``checkpoint.checkpoint_args``, and ``deepspeed_experts``.
 """
 OPTIMIZER_FLAGS = {"muon": ("muon", "adaptive_muon"), "adaptive_muon": ("adaptive_muon",), "sgd": ("sgd",)}
 """Prefix of optimizer settings -> the optimizers that use them."""

@@ -14,7 +14,9 @@ from megatron.config.option import option
 _option = partial(option, family_kind="decoder", elsewhere="experts are supported in decoders only; remove it")
 
 _MAX_PATTERN_LENGTH = 10_000
-AUX_LOSS, NO_LOSS = "aux_loss", "none"
+AUX_LOSS, SEQ_AUX_LOSS, GLOBAL_AUX_LOSS = "aux_loss", "seq_aux_loss", "global_aux_loss"
+AUX_LOSSES = (AUX_LOSS, SEQ_AUX_LOSS, GLOBAL_AUX_LOSS)
+SINKHORN, NO_LOSS = "sinkhorn", "none"
 SOFTMAX, SIGMOID = "softmax", "sigmoid"
 
 
@@ -60,14 +62,16 @@ class ExpertFeatures:
     moe_router_bias_update_rate: float = _option(1e-3, "change of the expert bias per step", minimum=0)
     moe_router_load_balancing_type: str = _option(
         AUX_LOSS,
-        "load balancing of experts: aux_loss: a loss over the global batch, weighted by --moe-aux-loss-coeff; none",
-        choices=(AUX_LOSS, NO_LOSS),
-        synonyms={"global_aux_loss": AUX_LOSS},
+        "load balancing of experts: a loss weighted by --moe-aux-loss-coeff, with an expert's fraction f of the "
+        "choices in the previous global batch (aux_loss), in the token's sequence (seq_aux_loss), or in this step's "
+        "micro-batches so far on all replicas (global_aux_loss); sinkhorn: in training, choose experts by balanced "
+        "scores of the micro-batch; none",
+        choices=(*AUX_LOSSES, SINKHORN, NO_LOSS),
     )
     moe_aux_loss_coeff: float = _option(
         0.0,
-        "weight of the load-balancing loss E x sum of f P over experts; f is the fraction of tokens in the "
-        "previous global batch, P the mean probability in this one, so the loss is the same in every layout",
+        "weight of the load-balancing loss E x sum of f P over experts; f is the fraction of choices that "
+        "--moe-router-load-balancing-type selects, P the mean probability in the global batch",
         minimum=0,
     )
     moe_z_loss_coeff: float = _option(
@@ -79,11 +83,20 @@ class ExpertFeatures:
         "0: no limit",
         minimum=0,
     )
+    moe_eval_capacity_factor: float = _option(
+        0.0,
+        "--moe-expert-capacity-factor of evaluation and generation",
+        minimum=0,
+        shown_default="moe-expert-capacity-factor",
+    )
+    moe_min_capacity: int = _option(
+        0, "with --moe-expert-capacity-factor: minimum capacity of an expert, in tokens of a sample", minimum=0
+    )
     moe_token_drop_policy: str = _option(
         "probs",
-        "tokens that an expert with limited capacity keeps: those with the largest weights, or the first ones of "
-        "the sample",
-        choices=("probs", "position"),
+        "tokens that an expert with limited capacity keeps: those with the largest weights, the first ones of the "
+        "sample, or random ones, the same in every layout",
+        choices=("probs", "position", "random"),
     )
     moe_shared_expert_intermediate_size: int = _option(
         0, "size of the shared expert, which processes all tokens; 0: none", minimum=0
@@ -105,6 +118,13 @@ class ExpertFeatures:
         elif not self.moe_ffn_hidden_size:
             object.__setattr__(self, "moe_ffn_hidden_size", getattr(self, "ff_hidden_size", 0))
 
+    def capacity(self, num_tokens: int, *, is_training: bool) -> int:
+        """Return the number of tokens that an expert keeps of a sample of ``num_tokens``."""
+        factor = self.moe_expert_capacity_factor
+        if not is_training and self.moe_eval_capacity_factor:
+            factor = self.moe_eval_capacity_factor
+        return max(int(-(-factor * num_tokens * self.moe_router_topk // self.num_experts)), self.moe_min_capacity)
+
     @property
     def num_group_scores(self) -> int:
         """Number of expert scores whose sum ranks a group: the highest scores in that group."""
@@ -113,7 +133,12 @@ class ExpertFeatures:
     @property
     def has_aux_loss(self) -> bool:
         """True if an auxiliary loss balances the experts' load."""
-        return self.moe_router_load_balancing_type == AUX_LOSS and self.moe_aux_loss_coeff > 0
+        return self.moe_router_load_balancing_type in AUX_LOSSES and self.moe_aux_loss_coeff > 0
+
+    @property
+    def has_sinkhorn(self) -> bool:
+        """True if experts are chosen by sinkhorn-balanced scores in training."""
+        return self.moe_router_load_balancing_type == SINKHORN
 
 
 FIELD_NAMES = tuple(field.name for field in fields(ExpertFeatures))
@@ -129,7 +154,7 @@ ARCHITECTURE = (
 REFITTED = (
     "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
     "moe_router_num_groups", "moe_router_group_topk", "moe_expert_capacity_factor", "moe_token_drop_policy",
-    "moe_router_group_score_topk",
+    "moe_router_group_score_topk", "moe_eval_capacity_factor", "moe_min_capacity",
 )  # fmt: skip
 """Fields that may differ when weights are loaded: the weights fit, but the outputs change."""
 
@@ -224,7 +249,9 @@ def _router_problems(model: Any) -> Iterator[str]:
     )  # fmt: skip
     if k > experts:
         yield f"--moe-router-topk must not exceed --num-experts, got {k} and {experts}. Lower it"
-    if k == 1 and model.moe_router_score_function == SOFTMAX and not model.moe_router_pre_softmax:
+    yield from _sinkhorn_problems(model)
+    is_topk = not model.has_sinkhorn
+    if k == 1 and is_topk and model.moe_router_score_function == SOFTMAX and not model.moe_router_pre_softmax:
         yield (
             "--moe-router-topk 1 applies the softmax to a single expert, so its weight is always 1 and the router "
             "gets no gradient. Add --moe-router-pre-softmax"
@@ -257,6 +284,32 @@ def _router_problems(model: Any) -> Iterator[str]:
         yield (
             "--moe-router-group-score-topk has no effect without --moe-router-num-groups, got "
             f"{model.moe_router_group_score_topk}. Remove it, or add --moe-router-num-groups"
+        )
+
+
+def _sinkhorn_problems(model: Any) -> Iterator[str]:
+    """Yield an error message for each setting of the router that sinkhorn does not support."""
+    if not model.has_sinkhorn:
+        return
+    if model.moe_aux_loss_coeff:
+        yield (
+            "--moe-router-load-balancing-type sinkhorn has no load-balancing loss, got --moe-aux-loss-coeff "
+            f"{model.moe_aux_loss_coeff:g}. Remove it, or use seq_aux_loss"
+        )
+    flags = [
+        flag
+        for flag, is_set in (
+            ("--moe-router-num-groups", model.moe_router_num_groups),
+            ("--moe-router-enable-expert-bias", model.moe_router_enable_expert_bias),
+            ("--moe-router-topk-scaling-factor", model.moe_router_topk_scaling_factor != 1.0),
+            ("--moe-router-score-function", model.moe_router_score_function != SOFTMAX),
+        )
+        if is_set
+    ]
+    if flags:
+        yield (
+            f"--moe-router-load-balancing-type sinkhorn does not support {', '.join(flags)}: its weights are the "
+            "sigmoid (--moe-router-topk 1) or the softmax of the logits. Remove one of them"
         )
 
 

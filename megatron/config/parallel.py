@@ -69,8 +69,10 @@ class ParallelConfig:
     cp_comm_type: str = option(
         "all_gather",
         "communication of attention over context ranks: all_gather: keys and values; a2a: all tokens of a head to "
-        "one rank, if c divides the heads of a tensor rank; p2p (Megatron's ring): the same as all_gather here",
+        "one rank, if c divides the heads of a tensor rank; p2p (Megatron's ring) and a2a+p2p (its hierarchical form): "
+        "the same as all_gather here",
         choices=("all_gather", "a2a", "p2p"),
+        synonyms={"a2a+p2p": "p2p"},
     )
     expert_model_parallel_size: int = option(
         1,

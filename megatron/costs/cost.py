@@ -338,6 +338,8 @@ class Costs(ABC):
                     chunk_sizes[users[0]] += shared.amount
                 elif users:
                     kept += shared.amount
+                    if self.owns_shared and any(first <= shared.units[0] < end for first, end in unit_ranges):
+                        kept += sizes[shared.units[0]]  # the layer with the table is on this stage, too
             in_turn = [size for n, size in chunk_sizes.items() if size and n not in self.loss_units]
             windows = [sum(in_turn[n : n + layers_at_once]) for n in range(len(in_turn))]
             if loss_sizes := [chunk_sizes[n] for n in self.loss_units if n in chunk_sizes]:

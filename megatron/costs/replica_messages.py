@@ -77,7 +77,7 @@ def bucket_sizes(numels: Sequence[int], width: int, max_numel: int | None = None
 
 
 def messages_per_step(
-    units: Sequence[UnitWeights],
+    chunks: Sequence[Sequence[UnitWeights]],
     *,
     stage: int,
     replicas: int,
@@ -87,21 +87,24 @@ def messages_per_step(
     max_reduced: int | None = None,
     max_gathered: int | None = None,
     scatters: bool = True,
+    numels: Sequence[int] | None = None,
 ) -> Messages:
-    """Count the messages for the weights ``units`` of one chunk of a stage, or of a model without a pipeline.
+    """Count the messages for the weights of one pipeline stage, or of a model without a pipeline.
 
     Args:
+        chunks: weights of each chunk; a model without a pipeline is one chunk.
         stage: ZeRO stage.
         width, gradient: bytes per element of a weight and of a gradient.
         max_reduced, max_gathered: elements per bucket of gradients, and of updated weights with ZeRO 1 and 2; None:
             ``BUCKET_BYTES``. Buckets of the weights gathered by ZeRO 3 are always limited by ``BUCKET_BYTES``.
         scatters: gradients are reduce-scattered with ZeRO 1 to 3; False: all-reduced, as on gloo.
+        numels: elements of each weight of the stage, if several chunks have the same weight; None: those of ``chunks``.
     """
     if replicas == 1:
         return Messages()
     sent = (replicas - 1) / replicas
-    numels = [numel for unit in units for numel in unit.numels]
-    gradient_buckets = bucket_sizes(numels, gradient, max_reduced)
+    chunk_numels = [[numel for unit in units for numel in unit.numels] for units in chunks]
+    gradient_buckets = [size for sizes in chunk_numels for size in bucket_sizes(sizes, gradient, max_reduced)]
     factor = sent if scatters and stage else 2 * sent
     reduced = Messages(len(gradient_buckets), factor * gradient * sum(gradient_buckets))
     if stage >= GRADIENT_SHARDING_STAGE:
@@ -109,10 +112,11 @@ def messages_per_step(
     if stage == 0:
         return reduced
     if stage < WEIGHT_SHARDING_STAGE:
-        weight_buckets = bucket_sizes(numels, width, max_gathered)
+        stored = [numel for sizes in chunk_numels for numel in sizes] if numels is None else numels
+        weight_buckets = bucket_sizes(stored, width, max_gathered)
         return reduced + Messages(len(weight_buckets), sent * width * sum(weight_buckets))
     gathered = Messages()
-    for unit in units:
+    for unit in (unit for units in chunks for unit in units):
         buckets = bucket_sizes(unit.numels, width)
         gathered += Messages(len(buckets), sent * width * sum(buckets)).repeated(unit.num_gathers * num_micro_batches)
     return reduced + gathered

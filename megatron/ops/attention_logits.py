@@ -4,6 +4,7 @@
 |---|---|---|
 | ``max_logits`` | maximum of ``q k^T * scale`` over the visible pairs | the product q k^T, in tiles of queries |
 | ``logit_bounds`` | the larger ``max |q| |k| * scale`` over causal pairs | the norms of q and k |
+| ``raise_maxima`` | raises a tensor to either of them | as above; a custom operator in compiled graphs |
 
 Both ignore soft caps, biases such as ALiBi and sinks: they are no part of the product, and scaling q and k does not
 scale them. A head without a visible pair has the maximum -inf. Nothing is saved for backward, and the host does not
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 import torch
 
 from megatron.ops.attention import mask_value
+from tds.backward_state import is_running
 
 TILE_CPU, TILE_DEVICE = 64, 256
 """Number of queries whose scores are computed at a time."""
@@ -24,6 +26,72 @@ ALIGNMENT = 64
 """Keys that are multiplied start at a multiple of this, as fast kernels require."""
 MAX_SCORES_CPU, MAX_SCORES_DEVICE = 2**19, 2**25
 """Number of scores computed at a time; on a CPU small enough to stay in its caches."""
+
+
+def raise_maxima(
+    maxima: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    first: int,
+    window: int,
+    scale: float,
+    first_head: int,
+) -> None:
+    """Raise ``maxima`` to the maximum logits of the queries' heads, in place; nothing changes during a backward pass.
+
+    Shapes:
+        maxima [n], of which the heads ``first_head`` ... ``first_head + a`` are those of ``query`` [b, a, s, d]
+
+    Args:
+        key, mask, starts, first, window, scale: as in ``max_logits``.
+        positions: positions of the queries [s]: raise to ``logit_bounds`` instead; None: to ``max_logits``.
+    """
+    function = _raise_in_graph if torch.compiler.is_compiling() else _raise
+    function(maxima, query.detach(), key.detach(), mask, starts, positions, first, window, scale, first_head)
+
+
+def _raise(
+    maxima: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    first: int,
+    window: int,
+    scale: float,
+    first_head: int,
+) -> None:
+    if is_running():  # recomputation measures the same logits again
+        return
+    if positions is not None:
+        logits = logit_bounds(query, key, positions, scale=scale)
+    else:
+        logits = max_logits(query, key, scale=scale, mask=mask, starts=starts, first=first, window=window)
+    heads = maxima[first_head : first_head + len(logits)]
+    heads.copy_(torch.maximum(heads, logits.to(heads.dtype)))
+
+
+_raise_in_graph = torch.library.custom_op("megatron_tds::raise_maxima", _raise, mutates_args=("maxima",))
+
+
+@_raise_in_graph.register_fake
+def _(
+    maxima: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    positions: torch.Tensor | None,
+    first: int,
+    window: int,
+    scale: float,
+    first_head: int,
+) -> None:
+    return None
 
 
 @torch.no_grad()

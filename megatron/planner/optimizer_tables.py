@@ -97,18 +97,19 @@ def replica_messages(planner: Planner, layout: Layout) -> Messages:
     max_bucket = max(MIN_BUCKET_NUMEL, BUCKET_NUMEL_PER_REPLICA * layout.data)
     stages = []
     for stage in range(layout.pipe):
-        messages = Messages()
-        for start, stop in chunks_on(bounds, layout.pipe, stage, layout.placement.style):
-            messages += messages_per_step(
-                chunk_weights(costs, start, stop, layout.tensor, has_pipeline=layout.pipe > 1),
-                stage=layout.zero_stage,
-                replicas=layout.data,
-                num_micro_batches=layout.num_micro_batches,
-                width=state.width,
-                gradient=state.gradient,
-                max_reduced=max_bucket if layout.zero_stage < 2 else None,
-                max_gathered=max_bucket,
-            )
+        messages = messages_per_step(
+            [
+                chunk_weights(costs, start, stop, layout.tensor, has_pipeline=layout.pipe > 1)
+                for start, stop in chunks_on(bounds, layout.pipe, stage, layout.placement.style)
+            ],
+            stage=layout.zero_stage,
+            replicas=layout.data,
+            num_micro_batches=layout.num_micro_batches,
+            width=state.width,
+            gradient=state.gradient,
+            max_reduced=max_bucket if layout.zero_stage < 2 else None,
+            max_gathered=max_bucket,
+        )
         stages.append(messages)
     return max(stages, key=lambda messages: messages.num_bytes)
 

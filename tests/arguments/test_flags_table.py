@@ -233,7 +233,10 @@ _DECODER_REQUIRED_FLAGS = {
     "--moe-router-num-groups": [*_EXPERT_FLAGS, "--moe-router-group-topk", "1"],
     "--moe-router-group-topk": [*_EXPERT_FLAGS, "--moe-router-num-groups", "4"],
     "--moe-router-load-balancing-type": [*_EXPERT_FLAGS, "--moe-aux-loss-coeff", "0.1"],
-    "--moe-token-drop-policy": [*_EXPERT_FLAGS, "--moe-expert-capacity-factor", "0.5"],
+    **dict.fromkeys(
+        ("--moe-token-drop-policy", "--moe-eval-capacity-factor", "--moe-min-capacity"),
+        [*_EXPERT_FLAGS, "--moe-expert-capacity-factor", "0.5"],
+    ),
     "--moe-router-enable-expert-bias": _SIGMOID_ROUTER_FLAGS,
     "--moe-router-bias-update-rate": _SIGMOID_ROUTER_FLAGS,
     "--moe-router-group-score-topk": [
@@ -589,7 +592,7 @@ def test_generated_flag_docs_are_up_to_date():
     )
 
 
-@pytest.mark.parametrize("flags", ["--moe-expert-parallel-size 2", "--topk 2", "--moe-input-jitter-eps 0.1"])
+@pytest.mark.parametrize("flags", ["--moe-latent-size 8", "--moe-input-jitter-eps 0.1"])
 def test_dense_only_flag_with_experts_raises(flags: str):
     assert list(parse(flags.split(), world_size=1, env={}).ignored) == flags.split()[:1]
     with pytest.raises(

@@ -109,6 +109,8 @@ SHADOWED = {
     "moe_router_bias_update_rate": f"{EXPERT_FLAGS} --moe-router-bias-update-rate 0.1",
     "moe_router_load_balancing_type": f"{EXPERT_FLAGS} --moe-router-load-balancing-type aux_loss",
     "moe_aux_loss_coeff": f"{EXPERT_FLAGS} --moe-router-load-balancing-type none --moe-aux-loss-coeff 0.1",
+    "moe_eval_capacity_factor": f"{EXPERT_FLAGS} --moe-eval-capacity-factor 2",
+    "moe_min_capacity": f"{EXPERT_FLAGS} --moe-min-capacity 4",
     "moe_token_drop_policy": f"{EXPERT_FLAGS} --moe-token-drop-policy position",
     "mtp_loss_scaling_factor": "--mtp-loss-scaling-factor 0.3",
     "qk_clip_threshold": "--qk-clip-threshold 50 --log-max-attention-logit",

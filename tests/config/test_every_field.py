@@ -127,7 +127,8 @@ OBSERVED_FIELDS = {
         num_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk moe_router_score_function moe_router_pre_softmax
         moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
         moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
-        moe_token_drop_policy moe_shared_expert_intermediate_size moe_shared_expert_gate moe_router_group_score_topk
+        moe_token_drop_policy moe_min_capacity moe_shared_expert_intermediate_size moe_shared_expert_gate
+        moe_router_group_score_topk
         softmax_type attention_output_gate no_rope_freq rotary_interleaved rotary_truncate qk_norm_order
         activation_func_clamp_value glu_linear_offset parallel_residual logit_scale attention_temperature_scale
         attention_temperature_floor rotary_short_factors rotary_long_factors
@@ -168,6 +169,7 @@ OBSERVED_FIELDS = {
 READING_MODULES = {
     "loss_average": "training/setup.py",
     "expert_model_parallel_size": "config/experts.py",
+    "moe_eval_capacity_factor": "config/experts.py",
     "expert_tensor_parallel_size": "config/experts.py",
     "distributed_backend": "training/initialize.py",
     "step_timeout": "training/timeouts.py:step_timeout_s",
@@ -250,6 +252,7 @@ COMPANION_FLAGS = {
     "pipeline_split_rank": "--pipe-parallel-size 4 --num-layers 4",
     "cp_comm_type": "--context-parallel-size 2",
     "moe_layer_freq": "--num-experts 8 --num-layers 4",
+    "moe_min_capacity": "--num-experts 8 --moe-expert-capacity-factor 0.1",
     "moe_router_num_groups": "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 1",
     "moe_router_group_topk": "--num-experts 8 --moe-router-topk 4 --moe-router-num-groups 4 --moe-router-group-topk 4",
     "moe_router_group_score_topk": (

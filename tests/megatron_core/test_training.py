@@ -52,7 +52,9 @@ RUNS = [
     *((name, tensor, "fp64") for name in MODELS for tensor in (1, 2)),
     *((name, 1, "fp32") for name in MODELS),
     *((name, 2, "fp32") for name in ("llama", "mixtral")),
-    *((name, 1, "fp64") for name in ("gpt2-gelu", "mixtral-balanced")),
+    *((name, 1, "fp64") for name in ("gpt2-gelu", "mixtral-balanced", "mixtral-globally-balanced")),
+    *(("mixtral-sequence-balanced", tensor, "fp64") for tensor in (1, 2)),
+    *((name, 1, "fp64") for name in ("sinkhorn", "sinkhorn-top-1")),
 ]
 """(case, number of tensor ranks, precision)."""
 PADDED_RUN = ("gpt2-padded", 1, "fp64")

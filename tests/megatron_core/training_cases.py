@@ -119,6 +119,27 @@ CASES = {
         {"position_embedding_type": "rope"},
         sequence_parallel=True,
     ),
+    "mixtral-sequence-balanced": TrainingCase(
+        f"{_MIXTRAL_FLAGS} --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.1",
+        {**_MIXTRAL_CONFIG, "moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "seq_aux_loss"},
+        {"position_embedding_type": "rope"},
+        sequence_parallel=True,
+    ),
+    "mixtral-globally-balanced": TrainingCase(
+        f"{_MIXTRAL_FLAGS} --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
+        {**_MIXTRAL_CONFIG, "moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "global_aux_loss"},
+        {"position_embedding_type": "rope"},
+    ),
+    "sinkhorn": TrainingCase(
+        f"{_MIXTRAL_FLAGS} --moe-router-load-balancing-type sinkhorn",
+        {**_MIXTRAL_CONFIG, "moe_router_load_balancing_type": "sinkhorn"},
+        {"position_embedding_type": "rope"},
+    ),
+    "sinkhorn-top-1": TrainingCase(
+        f"{_MIXTRAL_FLAGS} --moe-router-topk 1 --moe-router-load-balancing-type sinkhorn",
+        {**_MIXTRAL_CONFIG, "moe_router_topk": 1, "moe_router_load_balancing_type": "sinkhorn"},
+        {"position_embedding_type": "rope"},
+    ),
     "mixtral-balanced": TrainingCase(
         f"{_MIXTRAL_FLAGS} --moe-aux-loss-coeff 0.1",
         {**_MIXTRAL_CONFIG, "moe_aux_loss_coeff": 0.1, "moe_router_load_balancing_type": "aux_loss"},

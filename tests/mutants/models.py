@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.models.common.cache_slots import KVCacheSlots
+from megatron.mpu.groups import SINGLE
 from megatron.mpu.mappings import reduce_from_tensor_region
 from megatron.mpu.shard import Shard, set_shard
 from tests.mutants.mutant import call_after_init, mutant
@@ -35,6 +36,7 @@ INITIAL = "tests/models/common/test_init.py"
 MUP = "tests/models/common/test_mup.py"
 EXPERTS = "tests/models/common/test_experts.py"
 BY_TOKEN = f"{EXPERTS}::test_layer_matches_loop_over_tokens"
+BALANCING = "tests/parity/test_load_balancing.py::test_every_layout_equals_single_process"
 EXPERT_LAYOUT = "tests/parity/test_experts.py::test_every_layout_equals_single_process[balanced-1-1-2-ep-2-1]"
 T5 = "tests/models/t5/test_model.py"
 PLAIN_T5 = f"{T5}::test_model_matches_plain_torch[T5-False]"
@@ -370,6 +372,28 @@ def expert_bias_moves_towards_busy_experts(original: Any) -> Any:
 @mutant("tds.backward_state:is_running", f"{EXPERTS}::test_recompute_and_evaluation_do_not_count_tokens")
 def recompute_counts_the_choices_of_experts_again(original: Any) -> Any:
     return lambda: False
+
+
+@mutant("megatron.models.common.router:Router._expert_shares", f"{BALANCING}[sequence]")
+def choices_of_a_sequence_are_not_summed_over_context_ranks(original: Any) -> Any:
+    def expert_shares(self: Any, probabilities: torch.Tensor) -> torch.Tensor:
+        parallel, self.parallel = self.parallel, replace(self.parallel, context=SINGLE)
+        try:
+            return original(self, probabilities)
+        finally:
+            self.parallel = parallel
+
+    return expert_shares
+
+
+@mutant("megatron.models.common.router:Router.clear", f"{BALANCING}[global]")
+def choices_of_the_previous_step_stay_in_global_aux_loss(original: Any) -> Any:
+    def clear(self: Any) -> None:
+        step_counts = self.step_counts.clone()
+        original(self)
+        self.step_counts = step_counts
+
+    return clear
 
 
 @mutant("megatron.models.common.router:capacity_mask", f"{BY_TOKEN}[capacity by weight]")

@@ -45,6 +45,7 @@ DEEPSEEK = (
 )
 CAPACITY = f"{BALANCED} --moe-expert-capacity-factor 0.8"
 POSITION = f"{CAPACITY} --moe-token-drop-policy position"
+RANDOM = f"{CAPACITY} --moe-token-drop-policy random --moe-eval-capacity-factor 1.2 --moe-min-capacity 2"
 SLOW = pytest.mark.slow
 SEQUENCE_PARALLEL, RECOMPUTED, ZERO = "--sequence-parallel", "--checkpoint-activations", "--zero-stage"
 EP, UNSHARDED_EXPERTS = "--expert-model-parallel-size", "--expert-tensor-parallel-size 1"
@@ -75,6 +76,8 @@ LAYOUTS = [
             (DEEPSEEK, (1, 2, 1), "", 2),
             (CAPACITY, (1, 2, 2), "", 1),
             (POSITION, (2, 1, 1), SEQUENCE_PARALLEL, 2),
+            (RANDOM, (2, 1, 1), f"{SEQUENCE_PARALLEL} {RECOMPUTED}", 2),
+            (RANDOM, (1, 2, 2), f"{EP} 2", 1),
             (POSITION, (1, 1, 2), "", 1),
             (BALANCED, (2, 1, 2), "--optimizer muon", 1),
             (DEEPSEEK, (2, 1, 1), f"{SEQUENCE_PARALLEL} {UNSHARDED_EXPERTS}", 1),
@@ -104,7 +107,7 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
-MODEL_NAMES = {BALANCED: "balanced", DEEPSEEK: "deepseek", CAPACITY: "capacity", POSITION: "position"}
+MODEL_NAMES = {BALANCED: "balanced", DEEPSEEK: "deepseek", CAPACITY: "capacity", POSITION: "position", RANDOM: "random"}
 
 
 def case_id(case: Any) -> str:

@@ -57,6 +57,8 @@ GRIDS = [
     ((2, 1, 1, 2), SEQUENCE_PARALLEL),
     ((1, 2, 1, 2), RECOMPUTE),
     ((2, 2, 2, 1), f"{SEQUENCE_PARALLEL} --zero-stage 1"),
+    ((1, 2, 2, 1), "--zero-stage 2"),
+    ((1, 2, 2, 1), f"--zero-stage 3 {RECOMPUTE}"),
 ]
 """(tensor, pipe, data, context) and options."""
 QUICK_CASES = [

@@ -103,6 +103,13 @@ SLOW, EP = pytest.mark.slow, "--expert-model-parallel-size"
         pytest.param((1, 1, 4, f"{EP} 2 --zero-stage 1"), "--bf16", marks=SLOW),
         pytest.param((1, 1, 4, f"{EP} 2 --zero-stage 3"), "--bf16", marks=SLOW),
         pytest.param((1, 2, 2, f"{EP} 2 --zero-stage 3 --pipeline-schedule zb-h1"), "--bf16", marks=SLOW),
+        pytest.param((1, 1, 2, ""), "--bf16 --moe-router-load-balancing-type global_aux_loss", marks=SLOW),
+        pytest.param(
+            (2, 1, 1, "--sequence-parallel"),
+            "--fp32 --moe-router-load-balancing-type seq_aux_loss --moe-expert-capacity-factor 1 "
+            "--moe-token-drop-policy random",
+            marks=SLOW,
+        ),
     ],
 )
 def test_resumed_run_is_bitwise_equal_to_uninterrupted_run(layout: Layout, extra: str, tmp_path: Path) -> None:

@@ -183,23 +183,23 @@ def expected_messages(config: Config, module: Any, name: str, group: Group) -> M
     def is_included(parameter: nn.Parameter) -> bool:
         return is_reduced_by_optimizer(parameter) == (name == "experts")
 
-    total = Messages()
-    stage = config.optimizer.zero_stage
+    chunks = []
     for chunk in range(getattr(module, "chunks", 1)):
         units = []
         for layer in unit_modules(module, chunk):
             numels = tuple(p.numel() for p in reversed(list(layer.parameters())) if is_included(p))
             is_lookup = hasattr(layer, "word") and chunk == 0 and getattr(module, "stage_id", 0) == 0
             units.append(UnitWeights(numels, 1 if is_lookup else 2))
-        total += messages_per_step(
-            units,
-            stage=stage,
-            replicas=group.size,
-            num_micro_batches=MICRO_BATCHES,
-            width=2,
-            scatters=False,
-        )
-    return total
+        chunks.append(units)
+    return messages_per_step(
+        chunks,
+        stage=config.optimizer.zero_stage,
+        replicas=group.size,
+        num_micro_batches=MICRO_BATCHES,
+        width=2,
+        scatters=False,
+        numels=[p.numel() for p in module.parameters() if is_included(p)],
+    )
 
 
 def unit_modules(module: Any, chunk: int) -> list[nn.Module]:

@@ -19,6 +19,7 @@ from megatron.checkpoint.torch_dist.folder import COMMON, TorchDistFolder, read_
 from megatron.checkpoint.torch_dist.names import WeightNames
 from megatron.config import Config
 from megatron.config.changed_defaults import saved_settings
+from megatron.config.experts import AUX_LOSSES, NO_LOSS, SINKHORN
 from megatron.config.option import options_of
 from megatron.errors import CheckpointError
 
@@ -49,7 +50,7 @@ _EXPERT_FIELDS = (
     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
 )  # fmt: skip
 """Settings with the same name and meaning in both programs."""
-_LOAD_BALANCING = {"aux_loss": "aux_loss", "global_aux_loss": "aux_loss", "none": "none"}
+_LOAD_BALANCING = {name: name for name in (*AUX_LOSSES, SINKHORN, NO_LOSS)}
 _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}
 _DECAY_STYLES = {"WSD": "wsd"}
 LR_STEP_OFFSET = -1
@@ -135,8 +136,6 @@ def _model_values(folder: TorchDistFolder) -> dict[str, Any]:
     args, tensors = folder.args, folder.index.tensors
     names = WeightNames(tensors)
     unsupported = sorted({text for name, text in _UNSUPPORTED.items() if args.get(name)})
-    if args.get("num_experts") and "sinkhorn" in _as_list(args.get("moe_router_load_balancing_type")):
-        unsupported.append("routing by sinkhorn")
     if unsupported:
         raise CheckpointError(f"{folder.path}: the model has unsupported features: {', '.join(unsupported)}")
     reject_unsupported(args, names, has_experts=True)

@@ -48,6 +48,7 @@ class MoE(nn.Module):
         input, output [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
 
     Args:
+        layer: index of the layer, for random numbers.
         make_mlp: builds a dense feed-forward layer from (args, parallel); called for each expert and the shared expert.
 
     Source: Shazeer et al. 2017, "Outrageously large neural networks"; Dai et al. 2024, "DeepSeekMoE" (shared experts);
@@ -55,10 +56,14 @@ class MoE(nn.Module):
     """
 
     def __init__(
-        self, args: ModelArgs, parallel: ParallelContext, make_mlp: Callable[[ModelArgs, ParallelContext], Any]
+        self,
+        args: ModelArgs,
+        parallel: ParallelContext,
+        make_mlp: Callable[[ModelArgs, ParallelContext], Any],
+        layer: int = 0,
     ) -> None:
         super().__init__()
-        self.model_args, self.parallel = args, parallel
+        self.model_args, self.parallel, self.layer = args, parallel, layer
         self.router = Router(args, parallel)
         expert_args = replace(args, ff_hidden_size=args.moe_ffn_hidden_size)
         num_local = args.num_experts // parallel.expert.size
@@ -88,7 +93,9 @@ class MoE(nn.Module):
         weights, experts = self.router(x)  # 2 x [s, b, k]
         has_drops = self.model_args.moe_expert_capacity_factor > 0
         if has_drops:
-            is_kept = capacity_mask(experts, weights, self.model_args, self.parallel)
+            is_kept = capacity_mask(
+                experts, weights, self.model_args, self.parallel, layer=self.layer, is_training=self.training
+            )
             self.router.count_dropped(is_kept)
             experts = experts.masked_fill(~is_kept, self.model_args.num_experts)
         y = self._apply_routed_experts(x, weights, experts, has_drops=has_drops)

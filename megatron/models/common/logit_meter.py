@@ -9,9 +9,8 @@ import torch
 
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
-from megatron.ops.attention_logits import logit_bounds, max_logits
+from megatron.ops.attention_logits import raise_maxima
 from megatron.ops.causal_attention import split_packed
-from tds.backward_state import is_running
 
 AttentionFunction = Callable[..., torch.Tensor]
 
@@ -20,7 +19,7 @@ class LogitMeter:
     """Largest attention logits of one layer: ``q k^T`` times the softmax scale, before soft caps, biases and sinks.
 
     It wraps the attention functions of a layer, with context parallelism those that receive the exchanged tensors, and
-    measures their queries and keys. Recomputation in backward is not measured again.
+    measures their queries and keys, except during a backward pass, which recomputes forwards.
 
     Args:
         scale: factor of the scores.
@@ -54,8 +53,6 @@ class LogitMeter:
 
         return attend
 
-    @torch.compiler.disable  # graphs do not change ``maxima``
-    @torch.no_grad()
     def _measure(
         self,
         query: torch.Tensor,
@@ -67,25 +64,18 @@ class LogitMeter:
         **_: Any,
     ) -> None:
         """Raise ``maxima`` to the logits of one call of an attention function, which has the same arguments."""
-        if self.maxima is None or is_running():
+        if self.maxima is None:
             return
         if first is None:  # without document starts, the queries are the last positions of the keys
             first = 0 if starts is not None else key.shape[2] - query.shape[2]
-        if not self._is_bound:
-            window = 0 if starts is None else self._window  # otherwise the mask has the window
-            logits = max_logits(
-                query, key, scale=self._scale, mask=mask, starts=starts, first=first, window=window
-            )  # [a/t], or [a/tc] with sharded heads
-        else:
-            positions = (
-                torch.arange(first, first + query.shape[2], device=query.device)
-                if mask is None
-                else self._parallel.query_positions(key.shape[2], query.device)
-            )
-            logits = logit_bounds(query, key, positions, scale=self._scale)
-        first_head = self._parallel.context.rank * len(logits) if self._parallel.has_sharded_heads else 0
-        maxima = self.maxima[first_head : first_head + len(logits)]
-        torch.maximum(maxima, logits.to(maxima.dtype), out=maxima)
+        positions = None
+        if self._is_bound and mask is None:
+            positions = torch.arange(first, first + query.shape[2], device=query.device)
+        elif self._is_bound:
+            positions = self._parallel.query_positions(key.shape[2], query.device)
+        window = 0 if starts is None else self._window  # otherwise the mask has the window
+        first_head = self._parallel.context.rank * query.shape[1] if self._parallel.has_sharded_heads else 0
+        raise_maxima(self.maxima, query, key, mask, starts, positions, first, window, self._scale, first_head)
 
 
 def wrap(function: AttentionFunction, meter: LogitMeter | None) -> AttentionFunction:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,12 @@ from megatron.optim.param_store import ParamStore
 
 
 class MeasuredAttention(Protocol):
-    """An attention layer whose logits are measured."""
+    """An attention layer whose logits are measured, with ``num_heads`` heads on this rank."""
 
+    num_heads: int
     logit_meter: LogitMeter
 
-    def query_key_factors(
-        self, eta: torch.Tensor, alpha: float
-    ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:  # pragma: no cover
+    def query_key_factors(self, eta: torch.Tensor, alpha: float) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
         """Yield (parameter, factor of each row) so that the logits of head h are multiplied by ``eta[h]``.
 
         Shapes:
@@ -72,8 +71,10 @@ class AttentionLogits:
     def __init__(
         self, module: nn.Module, model: Any, grid: Grid, store: ParamStore, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._layers: list[Any] = [
-            child for child in module.modules() if isinstance(getattr(child, "logit_meter", None), LogitMeter)
+        self._layers: list[MeasuredAttention] = [
+            cast(MeasuredAttention, child)
+            for child in module.modules()
+            if isinstance(getattr(child, "logit_meter", None), LogitMeter)
         ]
         if not sum(grid.host.gather_objects(len(self._layers))):
             raise ConfigError(

@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.config.experts import SIGMOID
+from megatron.config.experts import AUX_LOSS, GLOBAL_AUX_LOSS, SIGMOID
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import named_modules
 from megatron.mpu.context_parallel import gather_rows
-from megatron.mpu.groups import Grid
+from megatron.mpu.groups import SINGLE, Grid, Group
 from megatron.mpu.mappings import gather_from_sequence_region
 from megatron.mpu.matrices import set_matrices
+from megatron.mpu.random_key import hash_key
 from megatron.mpu.shard import Shard, empty_weight
 from megatron.ops.grouped import count_rows
 from tds.backward_state import is_running
@@ -33,6 +34,9 @@ from tds.linear_function import linear
 # | weights of the top k | softmax over the k | softmax over all | sigmoid(z) divided by its sum over the k |
 # | probability p in the losses | softmax over all | softmax over all | sigmoid(z) divided by its sum over all |
 #
+# With sinkhorn, the score in training is exp(z) balanced over the micro-batch (``sinkhorn``), and otherwise the weight;
+# weights are the softmax over all experts, or sigmoid(z) for k = 1.
+#
 # Weights are multiplied by --moe-router-topk-scaling-factor. In a tie, the lower expert index wins.
 #
 # The auxiliary losses are sums over the tokens of a global batch, so that they do not depend on micro-batches,
@@ -43,15 +47,28 @@ from tds.linear_function import linear
 # | load balancing | coefficient x E / W x sum over tokens and experts of f p |
 # | z | coefficient / W x sum over tokens of logsumexp(z)^2 |
 #
-# f is an expert's share of the choices in the *previous* global batch: the share in the current batch is not known when
-# the first backward of a pipeline runs. In the first step f is 1 / E. The sums include all tokens, also padding and
-# masked tokens; Megatron's --calculate-per-token-loss divides in the same way. With --loss-average micro-batch, W is
-# the number of all tokens of the step, and each loss is the mean over them. Choices are counted before the capacity
-# drops any. Nothing is counted during evaluation and recomputation.
+# f is an expert's share of choices. --moe-router-load-balancing-type selects the tokens whose choices are counted:
 #
-# Source: Shazeer et al. 2017 (top-k); Fedus et al. 2021, "Switch transformers", section 2.2 (load balancing); Zoph et
-# al. 2022, "ST-MoE", section 3 (z-loss); DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2 (sigmoid, bias, groups); Qiu et
-# al. 2025, "Demons in the detail" (shares of the global batch).
+# | type | f of a token |
+# |---|---|
+# | aux_loss | of the *previous* global batch; in the first step 1 / E |
+# | seq_aux_loss | of the token's sequence |
+# | global_aux_loss | of the micro-batches of this step up to the token's, on all replicas |
+#
+# The share in the current global batch is not known when the first backward of a pipeline runs. aux_loss counts the
+# chosen experts. The other two types count the k most probable experts, without bias and groups, as Megatron does.
+# global_aux_loss depends on the samples of a micro-batch on all replicas, and sinkhorn on those on one replica; the
+# other types depend on no layout.
+#
+# The sums include all tokens, also padding and masked tokens; Megatron's --calculate-per-token-loss divides in the same
+# way. With --loss-average micro-batch, W is the number of all tokens of the step, and each loss is the mean over them.
+# Choices are counted before the capacity drops any. Nothing is counted during evaluation and recomputation.
+#
+# Source: Clark et al. 2022, "Unified scaling laws for routed language models", section 3.1 (sinkhorn); Megatron-LM,
+# core/transformer/moe (types of load balancing); Shazeer et al. 2017 (top-k); Fedus et al. 2021, "Switch transformers",
+# section 2.2 (load balancing); Zoph et al. 2022, "ST-MoE", section 3 (z-loss); DeepSeek-AI 2024, "DeepSeek-V3",
+# section 2.1.2 (sigmoid, bias, groups, balance per sequence); Qiu et al. 2025, "Demons in the detail" (shares of the
+# global batch).
 
 
 class Router(nn.Module):
@@ -68,6 +85,8 @@ class Router(nn.Module):
         expert_bias: [E] in fp32, or None; not a trained weight.
         counts: choices of each expert since the last ``clear``, int64 [E].
         dropped: choices dropped by the expert capacity since the last ``clear``, [1].
+        replicas: data-parallel group, over which global_aux_loss counts choices; set by ``Routers``.
+        step_counts: for global_aux_loss, choices of all replicas since the last ``clear``, [E].
         loss_sums: load balancing loss and z-loss since the last ``clear``, each summed over tokens, fp64 [2].
     """
 
@@ -91,12 +110,17 @@ class Router(nn.Module):
         self.register_buffer("dropped", torch.zeros(1, dtype=torch.int64), persistent=False)
         self.loss_sums = torch.zeros(2, dtype=torch.float64)  # not a buffer: a 16-bit model would round it
         self.gradient_scale = 1.0
+        self.replicas: Group = SINGLE
+        self.step_counts = torch.zeros(num_experts, dtype=torch.float64)
+        self._shares_by_micro_batch: dict[int, torch.Tensor] = {}  # for the recomputation of a micro-batch
         parallel.mark_sequence_parallel(self)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         dtype = torch.promote_types(x.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = linear(x.to(dtype), self.weight.to(dtype), bias, fuse=False)  # [s, b, E]
+        if self.model_args.has_sinkhorn:
+            return self._route_by_sinkhorn(logits)
         is_sigmoid = self.model_args.moe_router_score_function == SIGMOID
         scores = logits.sigmoid() if is_sigmoid else logits
         with torch.no_grad():
@@ -114,6 +138,22 @@ class Router(nn.Module):
             weights = logits.gather(-1, experts).softmax(-1)
         weights = weights * self.model_args.moe_router_topk_scaling_factor
         return self._attach_aux_losses(weights, logits, scores if is_sigmoid else None, experts), experts
+
+    def _route_by_sinkhorn(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose experts by scores that are balanced over the micro-batch; evaluation chooses by the weights.
+
+        Collective in training if ranks have shards of a sequence.
+        """
+        topk = self.model_args.moe_router_topk
+        scores = logits.sigmoid() if topk == 1 else logits.softmax(-1)
+        with torch.no_grad():
+            if self.training:
+                all_logits = gather_tokens(logits, self.parallel)  # [s, b, E] with all tokens of the micro-batch
+                balanced = sinkhorn(all_logits.flatten(0, 1)).view_as(all_logits)
+                experts = top_indices(select_tokens(balanced, len(logits), self.parallel), topk)
+            else:
+                experts = top_indices(scores, topk)
+        return self._attach_aux_losses(scores.gather(-1, experts), logits, None, experts), experts
 
     def _choose_experts(self, scores: torch.Tensor) -> torch.Tensor:
         topk, num_groups = self.model_args.moe_router_topk, self.model_args.moe_router_num_groups
@@ -136,10 +176,9 @@ class Router(nn.Module):
         losses = []
         if args.has_aux_loss:
             probabilities = logits.softmax(-1) if scores is None else scores / (scores.sum(-1, keepdim=True) + 1e-20)
-            expert_sums = probabilities.flatten(0, -2).sum(0)  # [E]
-            losses.append(
-                args.moe_aux_loss_coeff * args.num_experts * (expert_sums * self._previous_expert_shares(logits)).sum()
-            )
+            shares = self._expert_shares(probabilities.detach())  # [E] or [b, E]
+            expert_sums = probabilities.sum(0) if shares.dim() == 2 else probabilities.flatten(0, -2).sum(0)
+            losses.append(args.moe_aux_loss_coeff * args.num_experts * (expert_sums * shares).sum())
         if args.moe_z_loss_coeff:
             losses.append(args.moe_z_loss_coeff * logits.logsumexp(-1).square().sum())
         if not is_running():  # recomputation processes the same tokens again
@@ -156,6 +195,39 @@ class Router(nn.Module):
         """Return [load balancing loss, z-loss] for a model with only one of the two losses; the other one is 0."""
         zero = torch.zeros_like(loss)
         return [loss, zero] if self.model_args.has_aux_loss else [zero, loss]
+
+    @torch.no_grad()
+    def _expert_shares(self, probabilities: torch.Tensor) -> torch.Tensor:
+        """Return f, each expert's share of choices: [E], or [b, E] for every sequence.
+
+        Collective for seq_aux_loss if ranks have shards of a sequence, and for global_aux_loss.
+
+        Args:
+            probabilities: p [s, b, E], or this rank's shard of it.
+        """
+        balancing_type, micro_batch = (
+            self.model_args.moe_router_load_balancing_type,
+            self.parallel.streams.position.micro_batch,
+        )
+        if balancing_type == AUX_LOSS:
+            return self._previous_expert_shares(probabilities)
+        if is_running() and balancing_type == GLOBAL_AUX_LOSS:
+            return self._shares_by_micro_batch[micro_batch]
+        is_chosen = torch.zeros_like(probabilities).scatter_(
+            -1, top_indices(probabilities, self.model_args.moe_router_topk), 1.0
+        )
+        counts = is_chosen.sum(0)  # [b, E]
+        groups = [self.parallel.context, *([self.parallel.group] if self.parallel.sequence_parallel else [])]
+        if balancing_type == GLOBAL_AUX_LOSS:
+            counts, groups = counts.sum(0), [*groups, self.replicas]
+        for group in groups:
+            if group.size > 1:
+                dist.all_reduce(counts, group=group.handle)
+        if balancing_type == GLOBAL_AUX_LOSS:
+            self.step_counts = self.step_counts.to(counts.device) + counts
+            counts = self.step_counts.to(counts.dtype)
+            self._shares_by_micro_batch[micro_batch] = counts / counts.sum()
+        return counts / counts.sum(-1, keepdim=True)
 
     def _previous_expert_shares(self, like: torch.Tensor) -> torch.Tensor:
         """Return f, the share of each expert in the choices of the previous global batch."""
@@ -175,6 +247,8 @@ class Router(nn.Module):
         self.counts.zero_()
         self.dropped.zero_()
         self.loss_sums.zero_()
+        self.step_counts.zero_()
+        self._shares_by_micro_batch.clear()
 
     @torch.no_grad()
     def update_balance(self, counts: torch.Tensor) -> None:
@@ -209,17 +283,68 @@ def top_indices(scores: torch.Tensor, k: int) -> torch.Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :k].contiguous()
 
 
+@torch.no_grad()
+def sinkhorn(logits: torch.Tensor, tolerance: float = 1e-4) -> torch.Tensor:
+    """Scale the rows and columns of exp(``logits``) until all tokens, and all experts, have equal sums.
+
+    The iteration ends once the column factors change by at most ``tolerance`` on average. The host waits for the device
+    in each iteration. Rounding can keep large factors from settling, so the number of iterations is limited.
+
+    Shapes:
+        logits, output [tokens, E]
+    """
+    cost = logits.exp()
+    num_tokens, num_experts = cost.shape
+    column_factors = cost.new_ones(num_experts)
+    for _ in range(_SINKHORN_MAX_ITERATIONS):
+        row_factors = 1 / (num_tokens * ((cost * column_factors).sum(1) + _SINKHORN_EPS))
+        previous = column_factors
+        column_factors = 1 / (num_experts * ((cost * row_factors.unsqueeze(1)).sum(0) + _SINKHORN_EPS))
+        if not (column_factors - previous).abs().mean().item() > tolerance:  # also ends at NaN
+            break
+    return cost * column_factors * row_factors.unsqueeze(1)
+
+
+_SINKHORN_EPS, _SINKHORN_MAX_ITERATIONS = 1e-8, 1000
+
+
+# The tokens of a micro-batch: [s, b, ...] on each rank of the tensor (with sequence parallelism) and context groups.
+
+
+def gather_tokens(x: torch.Tensor, parallel: ParallelContext) -> torch.Tensor:
+    """Gather the rows of full sequences, in sequence order, without autograd. Collective if ranks have shards."""
+    x = gather_from_sequence_region(x, parallel.group) if parallel.sequence_parallel else x
+    return gather_rows(x, parallel.context)
+
+
+def select_tokens(x: torch.Tensor, num_rows: int, parallel: ParallelContext) -> torch.Tensor:
+    """Select this rank's ``num_rows`` rows from ``x``, which has the rows of full sequences."""
+    size, rank = (parallel.group.size, parallel.group.rank) if parallel.sequence_parallel else (1, 0)
+    if parallel.context.size > 1:
+        x = x[parallel.positions(num_rows * size, x.device)]
+    return x[rank * num_rows : (rank + 1) * num_rows]
+
+
 # Expert capacity, applied to full samples so that dropped choices do not depend on the layout.
 
 
 @torch.no_grad()
 def capacity_mask(
-    experts: torch.Tensor, weights: torch.Tensor, args: ModelArgs, parallel: ParallelContext
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    args: ModelArgs,
+    parallel: ParallelContext,
+    *,
+    layer: int = 0,
+    is_training: bool = True,
 ) -> torch.Tensor:
     """Return a mask [s, b, k], True for each choice that is kept.
 
-    For each sample and expert, the first ``ceil(factor s k / E)`` choices are kept. ``moe_token_drop_policy`` sets the
-    order: by weight (ties by position) or by position. Collective if ranks have shards of a sequence.
+    For each sample and expert, the first ``args.capacity`` choices are kept. ``moe_token_drop_policy`` sets the order:
+    by weight (ties by position), by position, or random. Collective if ranks have shards of a sequence.
+
+    Args:
+        layer: index of the layer, whose random order differs from those of other layers.
 
     Shapes:
         experts, weights [s, b, k], or this rank's shard of them
@@ -227,24 +352,37 @@ def capacity_mask(
     num_experts, local_length = args.num_experts, len(experts)
     scores = torch.full((*experts.shape[:2], num_experts), -1.0, dtype=weights.dtype, device=weights.device)
     scores.scatter_(-1, experts, weights)  # [s, b, E], negative where not chosen
-    all_scores = gather_from_sequence_region(scores, parallel.group) if parallel.sequence_parallel else scores
-    local_rows = len(all_scores)
-    all_scores = gather_rows(all_scores, parallel.context)
-    capacity = -(-args.moe_expert_capacity_factor * len(all_scores) * args.moe_router_topk // num_experts)
+    all_scores = gather_tokens(scores, parallel)
+    capacity = args.capacity(len(all_scores), is_training=is_training)
     is_chosen = all_scores >= 0
     if args.moe_token_drop_policy == "position":
         priority = is_chosen.long().cumsum(0) - 1
     else:
+        if args.moe_token_drop_policy == "random":
+            random_scores = _random_scores(all_scores, parallel, layer, is_training=is_training)
+            all_scores = torch.where(is_chosen, random_scores, -1.0)
         order = all_scores.sort(dim=0, descending=True, stable=True).indices
         priority = torch.empty_like(order).scatter_(0, order, _position_indices(order))
     is_kept = is_chosen & (priority < capacity)
-    is_kept = is_kept[parallel.positions(local_rows, is_kept.device)] if parallel.context.size > 1 else is_kept
-    is_kept = (
-        is_kept[parallel.group.rank * local_length : (parallel.group.rank + 1) * local_length]
-        if parallel.sequence_parallel
-        else is_kept
-    )
-    return is_kept.gather(-1, experts)
+    return select_tokens(is_kept, local_length, parallel).gather(-1, experts)
+
+
+def _random_scores(like: torch.Tensor, parallel: ParallelContext, layer: int, *, is_training: bool) -> torch.Tensor:
+    """Draw a number in [0, 1) for each token and expert [s, b, E]; the same in every layout and in recomputation.
+
+    A sample's numbers depend on the seed, the step, the sample's index in the step and the layer. In evaluation, all
+    samples have the same numbers.
+    """
+    position, (num_tokens, num_samples, num_experts) = parallel.streams.position, like.shape
+    step, samples = -1, range(1)
+    if is_training:
+        first = (position.first_micro_batch + position.micro_batch) * num_samples
+        step, samples = position.step, range(first, first + num_samples)
+    generator, scores = torch.Generator(like.device), []
+    for sample in samples:
+        generator.manual_seed(hash_key((parallel.streams.seed, step, sample, layer, "capacity"), 7))
+        scores.append(torch.rand(num_tokens, num_experts, generator=generator, device=like.device))
+    return torch.stack(scores, dim=1).to(like.dtype).expand_as(like)
 
 
 def _position_indices(like: torch.Tensor) -> torch.Tensor:
@@ -305,6 +443,8 @@ class Routers:
         self._grid = grid
         self._groups = [grid.data_context, *([grid.tensor] if sequence_parallel else [])]
         self._scale = 1.0
+        for router in self._routers:
+            router.replicas = grid.data
         experts_by_rank = grid.host.gather_objects(
             {name: router.model_args.num_experts for name, router in routers.items()}
         )

@@ -261,7 +261,7 @@ class TransformerLayer(nn.Module):
         self.post_attention_norm = make_norm(args, parallel) if has_second_norm and has_mlp else None
         self.mlp: nn.Module | None = None
         if has_mlp:
-            self.mlp = MoE(args, parallel, MLP) if layer_type.feed_forward == EXPERTS else MLP(args, parallel)
+            self.mlp = MoE(args, parallel, MLP, layer) if layer_type.feed_forward == EXPERTS else MLP(args, parallel)
         self.mlp_output_norm = make_norm(args, parallel) if has_post_norm and has_mlp else None
         if args.is_fp8_layer(layer):
             use_fp8_products(self.attention, self.mlp, args.fp8_recipe)

@@ -25,8 +25,8 @@ from megatron.models.common.huggingface import WeightMapping
 _MIXTRAL_SETTINGS = {
     "moe_router_score_function": SOFTMAX, "moe_router_topk_scaling_factor": 1.0, "moe_router_num_groups": 0,
     "moe_router_group_topk": 0, "moe_router_enable_expert_bias": False, "moe_expert_capacity_factor": 0.0,
-    "moe_token_drop_policy": "probs", "moe_router_pre_softmax": False, "moe_shared_expert_intermediate_size": 0,
-    "moe_shared_expert_gate": False,
+    "moe_eval_capacity_factor": 0.0, "moe_min_capacity": 0, "moe_token_drop_policy": "probs",
+    "moe_router_pre_softmax": False, "moe_shared_expert_intermediate_size": 0, "moe_shared_expert_gate": False,
 }  # fmt: skip
 """Settings of Mixtral."""
 _SIZES = ("moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq")
@@ -298,6 +298,12 @@ def _expert_mappings(
 # Settings.
 
 
+def sinkhorn_problems(model: ModelConfig) -> Iterator[str]:
+    """Yield a message if experts are weighted as after sinkhorn, which no type does."""
+    if model.has_sinkhorn:
+        yield "--moe-router-load-balancing-type must not be sinkhorn: no type computes its weights of experts"
+
+
 def expert_problems(names: ExpertNames, model: ModelConfig) -> Iterator[str]:
     """Yield a message for each expert setting of ``model`` that the type cannot express."""
     if not model.num_experts:
@@ -307,6 +313,7 @@ def expert_problems(names: ExpertNames, model: ModelConfig) -> Iterator[str]:
         value = getattr(model, name)
         if name not in names.free and value != required:
             yield f"--{name.replace('_', '-')} must be {required}, got {value}"
+    yield from sinkhorn_problems(model)
     has_experts = expert_layers(model.moe_layer_freq, model.num_layers)
     if names.dense_layers == "first" and sorted(has_experts) != list(has_experts):
         yield f"only the first layers can be dense, got --moe-layer-freq {model.moe_layer_freq}"

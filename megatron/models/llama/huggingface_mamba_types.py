@@ -32,6 +32,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.recurrent import GROUP_NORM, NO_NORM, NORM_FIRST
 from megatron.models.common.huggingface import WeightMapping
 from megatron.models.llama.huggingface_dense_types import granite_fields, granite_values
+from megatron.models.llama.huggingface_experts import sinkhorn_problems
 from megatron.models.llama.huggingface_hybrid import (
     HybridType,
     Problems,
@@ -271,6 +272,7 @@ def _nemotron_problems(model: ModelConfig) -> Iterator[str]:
     if model.activation != "squared-relu":
         yield f"--activation must be squared-relu, got {model.activation}"
     if model.num_experts:
+        yield from sinkhorn_problems(model)
         for name, required in (
             ("moe_router_score_function", SIGMOID), ("moe_router_enable_expert_bias", True),
             ("moe_router_pre_softmax", False), ("moe_shared_expert_gate", False), ("moe_expert_capacity_factor", 0.0),
@@ -563,6 +565,7 @@ def _granite_hybrid_problems(model: ModelConfig) -> Iterator[str]:
             f"{model.mamba_num_heads} x {model.mamba_head_dim} and {model.hidden_size}"
         )
     if model.num_experts:
+        yield from sinkhorn_problems(model)
         for name, required in (
             ("moe_router_score_function", "softmax"), ("moe_router_enable_expert_bias", False),
             ("moe_router_pre_softmax", False), ("moe_shared_expert_gate", False), ("moe_router_num_groups", 0),

@@ -19,7 +19,8 @@ On a pipeline stage, micro-batches alternate, so no weight is kept from a forwar
 * the weights of each layer that the stage calls. They are gathered for its forward. Those of a chunk's last layer are
   freed when the action of the schedule ends, because the loss function may read them;
 * weights that functions or several layers read, such as tied ones, by the chunks that read them. They are gathered when
-  a forward of such a chunk starts, and freed when the action ends.
+  a forward of such a chunk starts, and freed when the action ends. If layers are recomputed, which may read them as in
+  the forward, a backward gathers them when it starts, too.
 
 Backward gathers and frees units as in the table, and the end of the action frees the remaining ones. Each action begins
 with ``begin_action`` and ends with ``end_action``. The loss function runs in ``forward_scope``.
@@ -58,6 +59,8 @@ from tds import backward_state
 from tds.gradients import is_reduced_by_optimizer
 
 OTHER_WEIGHTS = "weights outside of layers"
+FORWARD, DEFERRED = "Forward", "BackwardWeight"
+"""Names of the actions of a pipeline whose backward does not start with a recomputed forward."""
 LARGE_UNIT_FRACTION = 0.5
 """Units with more than this fraction of all weights cause a warning, because ZeRO 3 then saves little memory."""
 
@@ -191,8 +194,10 @@ class ParamUnits:
         in_layers = {p for layer_weights in layers.values() for p in layer_weights}
         other_weights = {p: w for p, w in sharded.items() if p not in in_layers}
         self._chunk_units: list[list[Unit]] = []  # per chunk of a stage: gathered when its forward starts
-        self._retained_units: list[set[Unit]] = []  # per chunk of a stage: freed when the action of its forward ends
-        self._retained: set[Unit] = set()
+        self._last_units: list[set[Unit]] = []  # per chunk of a stage: of the last layer
+        self._retained: set[Unit] = set()  # freed when the action ends
+        self._chunk = 0
+        self._recomputes = self._is_stage and bool(getattr(module, "activation_checkpoint_interval", 0))
         if self._is_stage:
             self._add_stage_units(other_weights)
         else:
@@ -219,7 +224,9 @@ class ParamUnits:
         key = action_type, chunk, torch.is_grad_enabled()
         first_type = TRAINING + 1 + len(self._pass_types)
         self._order.begin_action(self._action_types.setdefault(key, first_type + len(self._action_types)))
-        self._is_in_action = True
+        self._is_in_action, self._chunk = True, chunk
+        if self._recomputes and action_type not in (FORWARD, DEFERRED):
+            self._retain(self._chunk_units[chunk])
 
     def end_action(self) -> None:
         """Free all weights at the end of an action of a pipeline schedule. Collective over the replicas."""
@@ -305,7 +312,7 @@ class ParamUnits:
             last_layer = stage.layers_of(chunk)[-1]
             last_units = self._units_of.get(last_layer, []) if isinstance(last_layer, nn.Module) else []
             self._chunk_units.append(kept)
-            self._retained_units.append({*kept, *last_units})
+            self._last_units.append(set(last_units))
 
     def _hook(self, module: nn.Module) -> None:
         """Hook all unit modules, and every module that directly contains a unit's weight."""
@@ -339,11 +346,11 @@ class ParamUnits:
         if is_outermost and not self._keeps_all and not self._is_in_action:
             self._order.begin(TRAINING if torch.is_grad_enabled() else self._pass_types[module])
         if module is self._module and self._is_stage and not self._keeps_all:
-            chunk = inputs[1] if len(inputs) > 1 else 0
-            self._retained = self._retained_units[chunk]
-            for unit in self._chunk_units[chunk]:
-                unit.was_called = True
-                self._gather(unit)
+            self._chunk = inputs[1] if len(inputs) > 1 else 0
+            self._retain(self._chunk_units[self._chunk])
+            self._retained |= self._last_units[self._chunk]
+        elif self._recomputes and self._is_in_action and not self._retained and backward_state.is_running():
+            self._retain(self._chunk_units[self._chunk])  # deferred work recomputes layers
         for unit in units:
             unit.num_calls += 1
             unit.was_called = True
@@ -367,6 +374,13 @@ class ParamUnits:
         has_failed = output is None
         if self._depth == 0 and self._order.pass_type == self._pass_types[module] and not has_failed:
             self._order.end()
+
+    def _retain(self, units: Iterable[Unit]) -> None:
+        """Gather ``units`` and keep them until the action ends."""
+        self._retained = set(units)
+        for unit in units:
+            unit.was_called = True
+            self._gather(unit)
 
     def _free_retained(self) -> None:
         """Free the units retained by a forward that is not an action of a schedule."""
@@ -422,10 +436,13 @@ class ParamUnits:
     def _free_unreached(self) -> None:
         """Free units with no gradient in the running backward, whose weight gradients the schedule defers."""
         for unit in self.units:
-            if unit.is_gathered and not (unit.num_calls or any(map(backward_state.will_reach, unit.parameters))):
+            is_in_use = unit.num_calls or unit in self._retained
+            if unit.is_gathered and not is_in_use and not any(map(backward_state.will_reach, unit.parameters)):
                 self._free(unit)
 
     def _count_grad(self, unit: Unit) -> None:
+        if unit in self._retained:
+            return
         unit.count_grad()
         if not unit.is_gathered:
             self._remove_addresses(unit)

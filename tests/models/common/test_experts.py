@@ -17,10 +17,10 @@ from megatron.models.common.experts import MoE, stack_expert_weights
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import gpt2_rule, initialize
-from megatron.models.common.router import Router, Routers
+from megatron.models.common.router import Router, Routers, capacity_mask, sinkhorn
 from megatron.models.common.transformer import MLP
 from megatron.mpu.groups import single_grid
-from megatron.mpu.random import checkpoint
+from megatron.mpu.random import DropoutKey, checkpoint
 from megatron.ops import grouped, stacked_weights
 from megatron.ops.grouped import GROUPED, LOOP, grouped_linear
 from tds.engine.weight_grad_store import WeightGradStore
@@ -438,11 +438,11 @@ def test_rejects_invalid_moe_layouts_together() -> None:
 
 
 def test_foreign_moe_flags_are_rejected_only_with_experts() -> None:
-    flags = ["--data-path", "none", "--moe-loss-coeff", "0.01", "--moe-train-capacity-factor", "1.5"]
+    flags = ["--data-path", "none", "--moe-input-jitter-eps", "0.01", "--moe-latent-size", "8"]
     dense = parse([*flags, "--num-experts", "1", "--moe-router-topk", "3"], world_size=1)
     assert dense.model.num_experts == 0 and dense.model == parse(["--data-path", "none"], world_size=1).model
     with pytest.raises(
-        ConfigError, match="not supported with --num-experts, .*: --moe-loss-coeff, --moe-train-capacity-factor"
+        ConfigError, match="not supported with --num-experts, .*: --moe-input-jitter-eps, --moe-latent-size"
     ):
         parse([*flags, "--num-experts", "4"], world_size=1)
 
@@ -494,3 +494,65 @@ def test_experts_called_twice_accumulate_both_gradients() -> None:
     for (name, expected), actual in zip(reference.named_parameters(), deferred.parameters(), strict=True):
         assert (actual.grad - expected.grad).abs().max() <= 1e-12 * expected.grad.abs().max(), name
     assert not deferred.experts._delayed_grads
+
+
+@pytest.mark.parametrize("num_tokens", [5, 40])
+def test_sinkhorn_balances_rows_and_columns(num_tokens: int) -> None:
+    logits = 2 * torch.randn(num_tokens, E, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    balanced = sinkhorn(logits, tolerance=1e-6)
+    assert balanced.sum(0).tolist() == pytest.approx([1 / E] * E, rel=1e-4)
+    assert balanced.sum(1).tolist() == pytest.approx([1 / num_tokens] * num_tokens, rel=1e-4)
+    ratios = (balanced.log() - logits).exp()  # products of a row factor and a column factor
+    assert (ratios / ratios[:1] / ratios[:, :1] * ratios[0, 0]).sub(1).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_sinkhorn_chooses_by_balance_in_training_and_by_weight_in_evaluation(topk: int) -> None:
+    moe, x = make_layer(moe_router_topk=topk, moe_router_load_balancing_type="sinkhorn"), make_hidden()
+    logits = x @ moe.router.weight.t()
+    expected = logits.sigmoid() if topk == 1 else logits.softmax(-1)
+    balanced = sinkhorn(logits.flatten(0, 1)).unflatten(0, x.shape[:2])
+    for scores in (balanced, expected):
+        weights, experts = moe.router(x)
+        assert torch.equal(experts, scores.topk(topk).indices)
+        assert torch.equal(weights, expected.gather(-1, experts))
+        moe.eval()
+    assert not torch.equal(balanced.topk(topk).indices, experts)
+    assert moe.router.counts.sum() == topk * S * B
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        ("--moe-aux-loss-coeff 0.1", "sinkhorn has no load-balancing loss, got --moe-aux-loss-coeff 0.1"),
+        ("--moe-router-enable-expert-bias --moe-router-score-function sigmoid", "does not support --moe-router-enable"),
+    ],
+)
+def test_sinkhorn_rejects_settings_of_other_routers(flags: str, problem: str) -> None:
+    argv = f"--vocab-size 9 --data-path none --num-experts 4 --moe-router-load-balancing-type sinkhorn {flags}".split()
+    with pytest.raises(ConfigError, match=problem):
+        parse(argv, world_size=1, env={})
+
+
+def test_random_drops_keep_capacity_and_differ_by_sample_and_step() -> None:
+    settings = {"moe_expert_capacity_factor": 0.7, "moe_token_drop_policy": "random", "moe_router_topk": 1}
+    moe, x = make_layer(**settings, moe_router_pre_softmax=True), make_hidden()[:, :1].expand(S, B, H)
+    args, (weights, experts) = moe.model_args, moe.router(x)
+    masks = []
+    for step in (0, 0, 1):
+        moe.parallel.streams.position = DropoutKey(step, 0, 0)
+        masks.append(capacity_mask(experts, weights, args, moe.parallel))
+    assert torch.equal(masks[0], masks[1]) and not torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0][:, 0], masks[0][:, 1]), "samples with equal tokens drop different ones"
+    capacity = math.ceil(0.7 * S / E)
+    counts = [torch.bincount(experts[:, sample, 0], minlength=E) for sample in range(B)]
+    kept = [torch.bincount(experts[:, b, 0][masks[0][:, b, 0]], minlength=E) for b in range(B)]
+    assert all(torch.equal(k, c.clamp(max=capacity)) for k, c in zip(kept, counts, strict=True))
+    evaluated = capacity_mask(experts, weights, args, moe.parallel, is_training=False)
+    assert torch.equal(evaluated[:, 0], evaluated[:, 1])
+
+
+def test_capacity_has_minimum_and_other_factor_in_evaluation() -> None:
+    args = make_layer(moe_expert_capacity_factor=0.5, moe_eval_capacity_factor=1.5, moe_min_capacity=2).model_args
+    assert [args.capacity(n, is_training=True) for n in (6, 60)] == [2, 10]
+    assert [args.capacity(n, is_training=False) for n in (6, 60)] == [3, 30]

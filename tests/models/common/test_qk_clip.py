@@ -6,14 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from megatron.errors import ConfigError
 from megatron.models.common.decoder import DecoderModel
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.qk_clip import AttentionLogits
 from megatron.mpu.groups import single_grid
+from megatron.mpu.random import DropoutStreams
 from megatron.optim import GradScaler, MixedPrecisionOptimizer
 from megatron.optim.step_policy import StepPolicy
+from megatron.training.compile import GRAPHS_PER_LENGTH, compile_layers
 from tests.helpers.model_samples import fill_weights
 from tests.helpers.plain_decoder import recorded_maxima, reference_logits
 from tests.models.common.test_features import FEATURES, FULL_MODELS, LATENT, MODEL_FIELDS, ROPE, make_batch
@@ -213,12 +216,28 @@ def test_recomputation_is_not_measured(switches: dict[str, Any], monkeypatch: py
         for layer in model.layers:
             layer.attention.logit_meter._is_bound = False
         monkeypatch.setattr(
-            "megatron.models.common.logit_meter.max_logits",
+            "megatron.ops.attention_logits.max_logits",
             lambda query, key, **kwargs: calls.append(1) or torch.zeros(4, dtype=torch.float64),
         )
         calls.clear()
         measure(model, logits, has_documents=False)
         assert len(calls) == 2 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "grouped and gated", "latents"])
+def test_compiled_layers_share_a_graph_and_measure_the_same(name: str) -> None:
+    """One graph for all layers and passes; more layers than torch compiles graphs of one function."""
+    maxima = {}
+    for is_compiled in (False, True):
+        model, _, logits = make_model({**CLIPPED[name], "num_layers": GRAPHS_PER_LENGTH + 1}, qk_clip=True)
+        if is_compiled:
+            torch._dynamo.reset()
+            counters.clear()
+            compile_layers(model, DropoutStreams(), CPU, backend="aot_eager")
+        maxima[is_compiled] = measure(model, logits, has_documents=False)
+    torch.testing.assert_close(maxima[True], maxima[False], atol=1e-12, rtol=1e-12)
+    assert counters["stats"]["unique_graphs"] <= 2 and not counters["graph_break"]
 
 
 def test_evaluation_is_not_measured() -> None:
