@@ -167,14 +167,18 @@ def compute_logits(embedding: Embedding, inputs: Tensors) -> torch.Tensor:
     return F.linear(mpu.copy_to_tensor_region(inputs[0], group), embedding.bytes.weight)
 
 
-def masked_loss(logits: torch.Tensor, targets: Tensors) -> torch.Tensor:
-    """Return the mean loss over the masked bytes of a micro-batch, a scalar that is averaged over micro-batches."""
+def masked_loss(logits: torch.Tensor, targets: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss of a micro-batch as (sum, count): the summed losses and the number of masked bytes.
+
+    The trainer divides by the count of the global batch, so that all masked bytes have the same weight. A mean per
+    micro-batch or context rank would give more weight to the bytes of those with few masked bytes.
+    """
     labels, is_masked = (target.transpose(0, 1) for target in targets)  # 2 x [s, b]
     losses = mpu.vocab_parallel_cross_entropy(logits, labels, vocab_size=VOCAB, group=mpu.get_grid().tensor)
-    return (losses * is_masked).sum() / is_masked.sum()
+    return (losses * is_masked).sum(), is_masked.sum()
 
 
-def loss_layer(embedding: Embedding, inputs: Tensors) -> torch.Tensor:
+def loss_layer(embedding: Embedding, inputs: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the loss, as the last layer of the pipeline; labels and is_masked were passed through all stages."""
     x, is_text, *targets = inputs
     return masked_loss(compute_logits(embedding, (x, is_text)), tuple(targets))
@@ -201,8 +205,8 @@ class MyModel(nn.Module):
         return compute_logits(self.embedding, self.norm(self.layers(self.embedding((tokens, is_text)))))
 
 
-def forward_step(data_iterator: Any, model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Return the loss of one micro-batch; not used in a pipeline."""
+def forward_step(data_iterator: Any, model: nn.Module) -> tuple[Any, dict[str, Any]]:
+    """Return the loss of one micro-batch as a pair, and the same by name; not used in a pipeline."""
     tokens, labels, is_masked, is_text = get_batch(data_iterator)
     loss = masked_loss(model(tokens, is_text), (labels, is_masked))
     return loss, {"lm loss": loss}

@@ -6,9 +6,10 @@
     python -m benchmarks.gpu.canary --only grouped_mm
     TRITON_INTERPRET=1 python -m benchmarks.gpu.canary --device cpu --only gated    # Triton kernels on a CPU
 
-Each row prints one line: passed, failed, recorded (never judged) or needs CUDA. The rows run in a second process. If
-it dies, does not answer within --row-s seconds, or its device has failed, the row failed and the next row starts in a
-new process, so that one bad kernel does not hide the others. The exit code is 1 if a row failed.
+Each row prints one line: passed, failed, recorded (never judged), needs CUDA, or no package (an optional one). The rows
+run in a second process. If it dies, does not answer within --row-s seconds, or its device has failed, the row failed
+and the next row starts in a new process, so that one bad kernel does not hide the others. The exit code is 1 if a row
+failed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ if TYPE_CHECKING:
     from benchmarks.gpu.canary_compare import Row
 
 ROOT = Path(__file__).resolve().parents[2]
-PASSED, FAILED, RECORDED, NEEDS_CUDA = "passed", "failed", "recorded", "needs CUDA"
+PASSED, FAILED, RECORDED = "passed", "failed", "recorded"
+NEEDS_CUDA, NEEDS_PACKAGE = "needs CUDA", "no package"
+STATUSES = (PASSED, FAILED, RECORDED, NEEDS_CUDA, NEEDS_PACKAGE)
 DEVICE_FAILED = 3
 """Exit code of the second process after a row whose device cannot be used any more."""
 ANSWER = "@canary "
@@ -112,12 +115,14 @@ def run_rows(device_type: str, first: int, only: Sequence[str], module_name: str
 
 def judge_row(row: Row, device: Any) -> tuple[str, str]:
     """Run a row; return its status and one line of text."""
-    from benchmarks.gpu.canary_compare import NeedsCuda
+    from benchmarks.gpu.canary_compare import NeedsCuda, NeedsPackage
 
     try:
         return (PASSED if row.is_judged else RECORDED), row.run(device)
     except NeedsCuda:
         return NEEDS_CUDA, ""
+    except NeedsPackage as error:
+        return NEEDS_PACKAGE, f"{error} is not installed"
     except Exception as error:
         traceback.print_exc()
         lines = " | ".join(line.strip() for line in f"{type(error).__name__}: {error}".splitlines() if line.strip())
@@ -258,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / "canary.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     statuses = [verdict["status"] for verdict in content["rows"].values()]
-    counts = [f"{statuses.count(status)} {status}" for status in (PASSED, FAILED, RECORDED, NEEDS_CUDA)]
+    counts = [f"{statuses.count(status)} {status}" for status in STATUSES]
     print("== canary: " + ", ".join(count for count in counts if not count.startswith("0 ")))
     return int(FAILED in statuses)
 

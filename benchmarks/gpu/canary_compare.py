@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,10 @@ TOLERANCES = {BF16: 1e-2, FP32: 2e-6, FP64: 1e-12}
 
 class NeedsCuda(Exception):
     """The call of a row exists on CUDA only."""
+
+
+class NeedsPackage(Exception):
+    """The call of a row needs an optional package, which is the argument."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,27 @@ def require_cuda(device: torch.device) -> None:
     """Raise ``NeedsCuda`` unless ``device`` is a GPU."""
     if device.type != "cuda":
         raise NeedsCuda
+
+
+@contextmanager
+def without_tuning() -> Iterator[None]:
+    """Let kernels of Triton that are defined in the block use the first of their configurations.
+
+    Otherwise the first call of a kernel compiles and times all of them, which takes minutes for the kernels of a layer.
+    """
+    from triton.runtime.autotuner import Autotuner
+
+    initialize = Autotuner.__init__
+
+    def keep_first(tuner: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(tuner, *args, **kwargs)
+        tuner.configs = tuner.configs[:1]
+
+    Autotuner.__init__ = keep_first
+    try:
+        yield
+    finally:
+        Autotuner.__init__ = initialize
 
 
 def compare(

@@ -20,6 +20,7 @@ from benchmarks.gpu.canary_compare import (
     BF16,
     FP32,
     FP64,
+    NeedsPackage,
     Row,
     compare,
     compare_with_fp64,
@@ -28,6 +29,7 @@ from benchmarks.gpu.canary_compare import (
     relative_error,
     require_cuda,
     run_with_scalar,
+    without_tuning,
 )
 from benchmarks.gpu.canary_kernels import KERNEL_ROWS
 
@@ -582,3 +584,69 @@ def grouped_odd_sizes_unguarded(device: torch.device) -> str:
     offsets = torch.tensor([8, 16], dtype=torch.int32, device=device)
     out = F.grouped_mm(torch.randn(16, 60, device=device, dtype=BF16), weights, offs=offsets)
     return f"returns {tuple(out.shape)}"
+
+
+# Last, because the kernels of an optional package may take half a minute to compile.
+
+
+DELTA_STARTS = ((0, 3, 64, 100), (0, 65))
+"""First tokens of the documents of each sample: short ones, one of a chunk of 64 tokens, one that ends in a chunk."""
+DELTA_FACTOR = 2.0
+"""Factor of the tolerance for kernels that round the products within a chunk to 16 bits."""
+
+
+def compare_delta_rule(
+    rule: Callable[..., Any], device: torch.device, *, has_decay_per_element: bool, factor: float = 1.0
+) -> str:
+    """Compare a function with the interface of ``gated_delta_rule`` with that function in fp64, with documents."""
+    from megatron.ops.delta_rule import gated_delta_rule
+
+    batch, length, heads, size = len(DELTA_STARTS), 130, 2, 64
+    firsts = torch.zeros(batch, length, dtype=torch.int32)
+    for sample, tokens in enumerate(DELTA_STARTS):
+        firsts[sample, list(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+    starts = firsts.cummax(1).values.to(torch.int32)
+    query, key, value = (random(seed, batch, length, heads, size) for seed in range(3))
+    decay = random(3, batch, length, heads, *([size] if has_decay_per_element else []))
+    inputs = {
+        "query": query / 8,
+        "key": F.normalize(key, dim=-1),
+        "value": value,
+        "log_decay": -F.softplus(decay),
+        "beta": torch.sigmoid(random(4, batch, length, heads)),
+    }
+    inputs = {name: tensor.to(BF16).double() for name, tensor in inputs.items()}
+    return compare_with_fp64(
+        lambda *tensors: rule(*tensors, starts=starts.to(device))[0],
+        lambda *tensors: gated_delta_rule(*tensors, starts=starts)[0],
+        inputs,
+        random(5, *value.shape, dtype=BF16),
+        device,
+        tolerance_factor=factor,
+    )
+
+
+def _delta_rows(name: str, *, has_decay_per_element: bool) -> None:
+    @row(name)
+    def plain(device: torch.device) -> str:
+        """The fallback for fp32, context parallelism, and machines without fla-core."""
+        from megatron.ops.delta_rule import gated_delta_rule
+
+        return compare_delta_rule(gated_delta_rule, device, has_decay_per_element=has_decay_per_element)
+
+    @row(f"{name} by fla-core")
+    def kernels(device: torch.device) -> str:
+        """Chunk kernels of fla-core, with the first of their configurations."""
+        from megatron.ops.fla_delta_rule import fla_delta_rule, is_installed
+
+        require_cuda(device)
+        if not is_installed():
+            raise NeedsPackage("fla-core")
+        with without_tuning():
+            return compare_delta_rule(
+                fla_delta_rule, device, has_decay_per_element=has_decay_per_element, factor=DELTA_FACTOR
+            )
+
+
+_delta_rows("gated delta rule", has_decay_per_element=False)
+_delta_rows("gated delta rule with a decay per element", has_decay_per_element=True)

@@ -6,7 +6,7 @@ wheels=${GPU_WHEELS:-${root:?}/.gpu-wheels}
 
 is_complete() {
   "$PYTHON" -c 'import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' \
-    deepspeed orjson zstandard
+    deepspeed orjson zstandard fla
 }
 if compgen -G "$wheels/*.whl" > /dev/null && ! is_complete; then
   site=${GPU_SITE:-${TMPDIR:-/tmp}/megatron-gpu-site-$(id -u)}

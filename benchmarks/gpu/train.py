@@ -8,6 +8,9 @@ the largest allowed difference in nats, and differences that were observed on a 
 | fp32 | 2e-4 | other kernels sum in another order; TF32 is off. Micro-batches of half the size: GPT-2 1e-6, T5 2.2e-5 |
 | bf16 | 1e-2 | 8 bits of each number are kept. On a CPU: GPT-2 and LLaMA 8e-4, T5 2.1e-3, MPT 1.5e-3, BERT 2.3e-3 |
 | fp16 | 2e-3 | 11 bits: an eighth of bf16's rounding. No step may be skipped for an overflow |
+
+The variants have the same tolerances, although rounding decides which expert a token is sent to. In bf16 on a CPU they
+differed from fp32 by: experts 1.6e-3, with capacity 1.8e-3, documents 4.3e-3, Muon 7.1e-4, soft-caps 5.4e-4.
 """
 
 from __future__ import annotations
@@ -46,8 +49,6 @@ CaseResult = tuple[str, dict[str, Any]]
 
 TOLERANCES = {"fp32": 2e-4, "bf16": 1e-2, "fp16": 2e-3}
 """Format -> largest allowed difference of a loss from the CPU's in fp32."""
-VARIANT_TOLERANCES: dict[str, dict[str, float]] = {}
-"""Variant -> format -> larger tolerance, because rounding decides which expert a token is sent to."""
 COMPILED_TOLERANCE = 5e-3
 """Largest allowed difference between the losses of a compiled run and the eager run, in bf16."""
 MIN_FALL, MIN_DRY_FALL = 0.3, 0.05
@@ -146,9 +147,8 @@ def variant_matches_cpu(machine: Machine, folder: Path, *, name: str, number_for
     variant = VARIANTS[name]
     extra = _sized(machine, variant.extra)
     run = train(machine, variant.family, folder / "run", f"{FORMATS[number_format]} {extra}")
-    tolerance = VARIANT_TOLERANCES.get(name, {}).get(number_format, TOLERANCES[number_format])
     expected = reference(machine, variant.family, variant.reference_extra)
-    text, figures = compare_losses(run, expected, tolerance, machine)
+    text, figures = compare_losses(run, expected, TOLERANCES[number_format], machine)
     return f"{text} ({variant.covers})", figures
 
 

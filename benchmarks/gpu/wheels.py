@@ -4,9 +4,9 @@
     bash benchmarks/gpu/run.sh wheels --python 3.11 --have there.txt # from `pip list --format=freeze` there
     bash benchmarks/gpu/run.sh wheels --check                        # download nothing, only check .gpu-wheels
 
-The tool resolves the requirements of pyproject.toml and its extra `test`, except for the packages that the other
-machine has. A package without a wheel (DeepSpeed) is built from its source and must be pure Python. torch, CUDA and
-triton are never included. If a wheel is missing or does not fit, the exit code is 1 and the folder is unchanged.
+The tool resolves the requirements of pyproject.toml and its extras `test` and `fla`, except for the packages that the
+other machine has. A package without a wheel (DeepSpeed) is built from its source and must be pure Python. torch, CUDA
+and triton are never included. If a wheel is missing or does not fit, the exit code is 1 and the folder is unchanged.
 """
 
 from __future__ import annotations
@@ -127,9 +127,10 @@ class Wheel:
 
 
 def required_packages(root: Path = ROOT) -> list[Requirement]:
-    """Return the requirements of pyproject.toml for training and tests, as written."""
+    """Return the requirements of pyproject.toml for training, tests and optional kernels, as written."""
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    return [Requirement(text) for text in (*project["dependencies"], *project["optional-dependencies"]["test"])]
+    extras = project["optional-dependencies"]
+    return [Requirement(text) for text in (*project["dependencies"], *extras["test"], *extras["fla"])]
 
 
 def read_packages(path: Path) -> dict[str, str]:

@@ -99,6 +99,13 @@ def _origin(scanned: Scan, name: str) -> str:
     return scanned.spelling.get(name, JSON_KEYS[name])
 
 
+_CHUNK_FLAGS = {
+    "pipeline_chunks": "--pipeline-chunks",
+    "layers_per_chunk": "--num-layers-per-virtual-pipeline-stage",
+    "partition_method": "--partition-method",
+}
+
+
 def resolve_layer_pattern(scanned: Scan, explicit: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return the number of layers and the pipeline layout of --hybrid-layer-pattern, and the pattern without bounds.
 
@@ -118,14 +125,26 @@ def resolve_layer_pattern(scanned: Scan, explicit: Mapping[str, Any], defaults: 
     values: dict[str, Any] = {"hybrid_layer_pattern": letters}
     if "num_layers" not in explicit:
         values["num_layers"] = len(letters)
-    if PIPELINE_BOUND in pattern and merged.get("pipe_parallel_size", 1) > 1:
-        stages = PIPELINE_BOUND.join("t" * len(stage) for stage in pattern.split(PIPELINE_BOUND))
-        values["pipeline_layout"] = f"E{stages}L"
+    num_stages = merged.get("pipe_parallel_size", 1)
+    if PIPELINE_BOUND in pattern and num_stages > 1:
+        chunks = pattern.split(PIPELINE_BOUND)
         if merged.get("pipeline_layout"):
             scanned.problems.append(
                 f"{LAYOUT_FLAG} cannot be combined with | in --hybrid-layer-pattern, got {merged['pipeline_layout']!r} "
                 f"and {pattern!r}. Remove one of them"
             )
+        elif flags := [flag for name, flag in _CHUNK_FLAGS.items() if name in explicit]:
+            scanned.problems.append(
+                f"| in --hybrid-layer-pattern determines the chunks, got {pattern!r} and {', '.join(flags)}. Remove "
+                "one of them"
+            )
+        elif len(chunks) % num_stages or not all(chunks[1:-1]):
+            scanned.problems.append(
+                "--hybrid-layer-pattern must have layers between any two | and a multiple of --pipe-parallel-size "
+                f"chunks, got {pattern!r} with {len(chunks)} chunks and {num_stages}. Move the |, or remove them"
+            )
+        else:
+            values["pipeline_layout"] = f"E{PIPELINE_BOUND.join('t' * len(chunk) for chunk in chunks)}L"
     return values
 
 

@@ -508,6 +508,7 @@ def resolve_dependent_settings(scanned: Scan, values: dict[str, Any], family: st
     _set_norm_bias(scanned, values, family)
     _apply_mup(scanned, values, family)
     _reject_dense_only(scanned, values)
+    _reject_latent_head_norm(scanned, values)
     if scanned.values.get("add_qkv_bias") and values.get("hidden_bias"):
         values["add_qkv_bias"] = False
         scanned.ignored["--add-qkv-bias"] = "all linear layers have biases"
@@ -592,6 +593,18 @@ def _resolve_tokenizer_type(scanned: Scan, values: Mapping[str, Any]) -> None:
         scanned.problems.append(
             f"--tokenizer-type must be one of {', '.join(TOKENIZERS)}, got {name!r}. It is optional with "
             "--tokenizer-path"
+        )
+
+
+def _reject_latent_head_norm(scanned: Scan, values: Mapping[str, Any]) -> None:
+    """Reject --qk-norm head with multi-latent attention, whose queries and keys have no norms of heads.
+
+    Megatron's --qk-layernorm sets the same value, but selects the norms of latents there, which ours always have.
+    """
+    if values.get("multi_latent_attention") and scanned.spelling.get("qk_norm") == "--qk-norm head":
+        scanned.problems.append(
+            "--multi-latent-attention does not support --qk-norm head: its norms are those of the latents, which need "
+            "no flag. Remove --qk-norm head or --multi-latent-attention"
         )
 
 

@@ -69,7 +69,8 @@ class LatentFeatures:
         if not self.v_head_dim:
             object.__setattr__(self, "v_head_dim", LATENT_VALUE_SIZE)
         object.__setattr__(self, "kv_hidden_size", self.qk_head_dim + self.qk_pos_emb_head_dim)
-        if getattr(self, "qk_norm", "none") == "head":  # Megatron's --qk-layernorm: norms of the latents
+        if getattr(self, "qk_norm", "none") == "head":
+            # Megatron's --qk-layernorm, which selects norms of the latents; the parser rejects --qk-norm head
             object.__setattr__(self, "qk_norm", "none")
         if not self.latent_norm_epsilon:
             object.__setattr__(self, "latent_norm_epsilon", getattr(self, "layernorm_epsilon", 1e-5))

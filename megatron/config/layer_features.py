@@ -43,7 +43,7 @@ class LayerFeatures:
     attention_output_gate: bool = _option(
         False,
         "multiply the output of each head by the sigmoid of a further projection of the input, with one gate per "
-        "element; with multi-latent attention one gate per head, as Ling 3",
+        "element; with multi-latent attention one gate per head, as bailing_hybrid",
     )
     no_rope_freq: str = _option(
         "",

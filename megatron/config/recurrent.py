@@ -82,13 +82,13 @@ class RecurrentLayers:
     )
     linear_full_rank_gates: bool = _option(
         False,
-        "decay and output gate of kimi_delta by full matrices, as in Ling 2.5, instead of products of rank "
+        "decay and output gate of kimi_delta by full matrices, as in bailing_hybrid, instead of products of rank "
         "--linear-key-head-dim",
     )
     linear_decay_limit: float = _option(
         0.0,
         "kimi_delta: bound the exponent of the decay of a token by this number, through a sigmoid instead of a "
-        "softplus; 0: no bound; Ling 2.5: 5",
+        "softplus; 0: no bound; bailing_hybrid: 5",
         minimum=0,
     )
     mamba_state_dim: int = _option(128, "elements n of the state of Mamba-2 per channel", minimum=1)

@@ -98,11 +98,12 @@ def norm_backward_kernel(
             normed = tl.where(mask, normed - tl.load(mean + row, mask=is_row, other=0.0), 0.0)
         normed *= factor
         out_grad = tl.load(grad + offset, mask=is_loaded, other=0.0).to(tl.float32)
-        weight_sum += out_grad * normed
+        product = out_grad * normed  # used twice: with ``normed_grad * normed``, ptxas spills registers for sm_80
+        weight_sum += product
         if HAS_BIAS:
             bias_sum += out_grad
         normed_grad = out_grad * scale
-        result = normed_grad - normed * (tl.sum(normed_grad * normed, axis=0) / width)
+        result = normed_grad - normed * (tl.sum(product * scale, axis=0) / width)
         if IS_CENTRED:
             result -= tl.sum(normed_grad, axis=0) / width
         result *= factor

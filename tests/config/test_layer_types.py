@@ -110,6 +110,24 @@ def test_other_trainers_and_layouts_agree_on_the_layer_count() -> None:
         make_config(f"--hybrid-layer-pattern M|*- {layout}", world_size=2)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--hybrid-layer-pattern M||*-", "must have layers between any two .* got 'M||.*-' with 3 chunks and 2"),
+        ("--hybrid-layer-pattern M||*|-", "must have layers between any two .* got 'M||.*|-' with 4 chunks and 2"),
+        ("--hybrid-layer-pattern M|*|-", "a multiple of --pipe-parallel-size chunks, got 'M|.*|-' with 3 chunks and 2"),
+        (
+            "--hybrid-layer-pattern M|*-M --num-layers-per-virtual-pipeline-stage 1",
+            "in --hybrid-layer-pattern determines the chunks, .* and --num-layers-per-virtual-pipeline-stage. Remove",
+        ),
+    ],
+)
+def test_unusable_bounds_of_a_pattern_are_named(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("|", "[|]")) as error:
+        make_config(f"{flags} --pipe-parallel-size 2", world_size=2)
+    assert "--pipeline-model-parallel-layout" not in str(error.value)
+
+
 def test_sizes_follow_from_others() -> None:
     model = make_config("--experimental-attention-variant mamba2").model
     assert (model.mamba_num_heads, model.mamba_norm_groups) == (8, 2)

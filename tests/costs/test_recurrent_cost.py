@@ -50,6 +50,18 @@ MODELS: dict[str, dict[str, Any]] = {
         "mamba_norm": "none",
     },
     "mamba, one group": {"experimental_attention_variant": "mamba2", **MAMBA, "mamba_num_groups": 1},
+    "gated delta net, published heads": {
+        "experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    },
+    "kimi, published heads": {
+        "experimental_attention_variant": "kimi_delta", "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    },
+    "mamba, published heads": {
+        "experimental_attention_variant": "mamba2", "mamba_num_heads": 8, "mamba_head_dim": 64, "mamba_num_groups": 1,
+        "mamba_state_dim": 128,
+    },
     "parallel heads": {"experimental_attention_variant": "parallel_mamba2", **MAMBA},
     "pattern": {"num_layers": 6, "hybrid_layer_pattern": "M-*EG-", **LINEAR, **MAMBA, "num_experts": 4,
                 "norm_placement": "both"},
@@ -128,7 +140,8 @@ def saved_by_mixer(mixer: str, dtype: torch.dtype, *, is_selective: bool, **chan
     ("mixer", "name"),
     [
         (GATED_DELTA_NET, "gated delta net"), (KIMI_DELTA, "kimi"), (KIMI_DELTA, "kimi, full rank"), (MAMBA2, "mamba"),
-        (MAMBA2, "mamba, biases"), (MAMBA2, "mamba, one group"),
+        (MAMBA2, "mamba, biases"), (MAMBA2, "mamba, one group"), (GATED_DELTA_NET, "gated delta net, published heads"),
+        (KIMI_DELTA, "kimi, published heads"), (MAMBA2, "mamba, published heads"),
     ],
 )  # fmt: skip
 def test_saved_bytes_match_estimate(mixer: str, name: str, dtype: torch.dtype) -> None:

@@ -85,6 +85,17 @@ def test_every_layout_equals_one_process(num_ranks: int, layout: str) -> None:
     assert differences.gradient <= 1e-11, differences.worst_gradient
 
 
+def test_micro_batch_size_does_not_change_losses_and_gradients() -> None:
+    """Micro-batches have different numbers of masked bytes, as context ranks would have."""
+    two_samples, four_samples = (
+        run_ranks(1, trace_rank, f"{sizes} --hidden-dropout 0", 1)
+        for sizes in ("--batch-size 2 --gas 4", "--batch-size 4 --gas 2")
+    )
+    differences = compare(two_samples[0], four_samples)
+    assert differences.loss <= 1e-12 and differences.norm <= 1e-12
+    assert differences.gradient <= 1e-11, differences.worst_gradient
+
+
 def collect_values(ranks: Sequence[Trace]) -> list[Any]:
     """Return losses, norms and every gradient and weight of each rank."""
     return [

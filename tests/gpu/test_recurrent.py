@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu.canary_compare import without_tuning
 from megatron.ops.delta_rule import gated_delta_rule
 from megatron.ops.fla_delta_rule import HALF_PRECISION, fla_delta_rule
 from megatron.ops.short_convolution import short_convolution
@@ -56,7 +57,15 @@ def test_delta_rule_matches_loop(has_decay_per_element: bool, dtype: torch.dtype
     compare(gated_delta_rule, make_inputs(has_decay_per_element, dtype), torch_device, dtype)
 
 
+@pytest.fixture
+def first_configurations() -> Iterator[None]:
+    """Do not compile and time all configurations of the kernels, which takes minutes."""
+    with without_tuning():
+        yield
+
+
 @pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="fla-core is not installed")
+@pytest.mark.usefixtures("first_configurations")
 @pytest.mark.gpu(only="the kernels of fla-core need CUDA")
 @pytest.mark.parametrize("dtype", HALF_PRECISION, ids=name_of)
 @pytest.mark.parametrize("has_decay_per_element", [False, True])

@@ -95,7 +95,7 @@ DELTA_CASES = {
         "--moe-layer-freq [0,1,1] --moe-router-score-function sigmoid --moe-router-enable-expert-bias",
     ),
 }  # fmt: skip
-"""model_type -> a model of the type."""
+"""model_type -> a small model of this type."""
 VARIANT_CASES = {
     "qwen3_next, unnormalized": ModelCase(
         "Qwen3Next",
@@ -124,6 +124,7 @@ VARIANT_CASES = {
             "rope_parameters": YARN,
         },
     ),
+    "kimi_linear, all linear": ModelCase("KimiLinear", {**_LATENT, **_KIMI_EXPERTS, "layer_types": [LINEAR] * 3}),
     "kimi_linear, query latent": ModelCase(
         "KimiLinear", {**_LATENT, **_KIMI_EXPERTS, "q_lora_rank": 9, "n_group": 1, "topk_group": 1, "v_head_dim": 12}
     ),

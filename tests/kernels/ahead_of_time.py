@@ -38,7 +38,7 @@ class Resources:
     stack_bytes: int
     spilled_bytes: int
     num_narrow_accesses: int
-    """Instructions that access global memory with less than 16 bytes per thread."""
+    """Instructions that access global memory with less than 4 bytes per thread, of which a warp has no full line."""
 
 
 def architectures_of(launch: Launch) -> tuple[int, ...]:
@@ -65,8 +65,9 @@ def compile_launch(launch: Launch, architecture: int) -> Resources:
         path.write_text(compiled.asm["ptx"])
         command = [get_ptxas(architecture).path, "-v", f"-arch=sm_{architecture}{suffix}", path, "-o", f"{path}.cubin"]
         result = subprocess.run(command, capture_output=True, text=True, check=True)
-    accesses = re.findall(r"\b(?:ld|st)\.global[.\w]*", compiled.asm["ptx"])
-    num_narrow = sum(not access.endswith((".v4.b32", ".v2.b64")) for access in accesses)
+    accesses = re.findall(r"\b(?:ld|st)\.global[.\w]*?(?:\.v(\d))?\.[bfsu](\d+)\b", compiled.asm["ptx"])
+    assert accesses, "the PTX has no access to global memory"
+    num_narrow = sum(int(length or 1) * int(bits) < 32 for length, bits in accesses)
     return parse_resources(result.stderr, compiled.metadata.num_warps, compiled.metadata.shared, num_narrow)
 
 
@@ -120,7 +121,7 @@ def table_rows() -> Iterator[str]:
     yield (
         "| kernel | case | warps | "
         + " | ".join(f"registers, sm_{arch}" for arch in ARCHITECTURES)
-        + " | shared memory, bytes | spills, bytes | accesses below 16 bytes |"
+        + " | shared memory, bytes | spills, bytes | accesses below 4 bytes |"
     )
     yield "|" + "---|" * (6 + len(ARCHITECTURES))
     for case, function in CASES.items():

@@ -160,5 +160,5 @@ def test_kernels_compile_without_spills(case: str, tmp_path: Any, monkeypatch: p
             resources = compile_launch(launch, architecture)
             assert resources.spilled_bytes == resources.stack_bytes == 0, (launch.kernel, architecture, resources)
             assert resources.shared_bytes <= 48 * 1024
-            if launch.kernel.startswith(("megatron.ops.rotary", "megatron.ops.gated")):  # others load values of a row
+            if launch.kernel.startswith(("megatron.ops.rotary", "megatron.ops.gated")):
                 assert not resources.num_narrow_accesses, (launch.kernel, architecture, resources)

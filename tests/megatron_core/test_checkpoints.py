@@ -16,6 +16,7 @@ import pytest
 from megatron.checkpoint.one_process import open_folder
 from megatron.checkpoint.torch_dist.export import ExportOptions, export_torch_dist
 from megatron.data.mock_dataset import MockTokens
+from megatron.errors import EXIT_CODES, StopRequest
 from tests.helpers.megatron_core import requires_megatron_core, run_megatron_core
 from tests.helpers.runs import launch_script
 
@@ -45,6 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {**MIXTRAL, "expert_model_parallel_size": 2},
 }
 """Name -> arguments of megatron-core's run on 2 ranks: tensor, data or expert parallelism."""
+Losses = dict[int, tuple[float, float]]
+"""Step -> (loss, learning rate)."""
 SCHEDULE = "--lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-warmup-iters 4 --weight-decay 0.1 --adam-beta2 0.95"
 LAYOUTS = {
     "one rank": (1, "--batch-size 4"),
@@ -64,8 +67,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(folder: Path, name: str, layout: str, flags: str) -> dict[int, tuple[float, float]]:
-    """Train with ``pretrain_gpt2.py`` in ``folder``/NAME and return step -> (loss, learning rate)."""
+def train(folder: Path, name: str, layout: str, flags: str, code: int = 0) -> Losses:
+    """Train with ``pretrain_gpt2.py`` in ``folder``/NAME and return step -> (loss, learning rate).
+
+    Args:
+        code: expected exit code of the ranks.
+    """
     num_ranks, layout_flags = LAYOUTS[layout]
     argv = (
         f"--save {folder / name} --data-path mock --tokenizer-type NullTokenizer --seq-length {SEQ_LENGTH} "
@@ -75,20 +82,20 @@ def train(folder: Path, name: str, layout: str, flags: str) -> dict[int, tuple[f
     ).split()
     log = folder / f"{name}.log"
     codes = launch_script(num_ranks, argv, log, deadline_s=100)
-    assert codes == [0] * num_ranks, log.read_text()
+    assert codes == [code] * num_ranks, log.read_text()
     records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
     return {record["step"]: (record["loss"], record["learning_rate"]) for record in records if "loss" in record}
 
 
-def read_losses(folder: Path, name: str) -> dict[int, tuple[float, float]]:
+def read_losses(folder: Path, name: str) -> Losses:
     """Return step -> (loss, learning rate) of a run of megatron-core."""
     content = json.loads((folder / f"{name}.json").read_text())
     return {int(step): (loss, rate) for step, (loss, rate, _) in content.items()}
 
 
-def assert_equal(actual: dict[int, tuple[float, float]], expected: dict[int, tuple[float, float]], first: int) -> None:
-    """Check losses and learning rates of the steps from ``first`` on."""
-    steps = range(first, LAST + 1)
+def assert_equal(actual: Losses, expected: Losses, first: int, last: int = LAST) -> None:
+    """Check losses and learning rates of the steps from ``first`` to ``last``."""
+    steps = range(first, last + 1)
     assert [*actual] == [*steps]
     assert [actual[step][1] for step in steps] == pytest.approx([expected[step][1] for step in steps], rel=1e-12)
     differences = {step: actual[step][0] - expected[step][0] for step in steps}
@@ -107,19 +114,24 @@ def test_run_of_megatron_core_continues_here(folder: Path, model: str, layout: s
     assert "lr-step-offset -1" in (folder / f"{name}.log").read_text()
 
 
-def train_and_export(folder: Path, model: str, layout: str) -> dict[int, tuple[float, float]]:
+def train_and_export(folder: Path, model: str, layout: str) -> Losses:
     """Train from the weights of megatron-core's run and export step 10; return the losses of all steps."""
-    args = MODELS[model]
     flags = f"--load {folder / model} --finetune --save-interval {SAVED} --lr-step-offset -1"
     losses = train(folder, f"{model}-ours", layout, flags)
+    export(folder, f"{model}-ours", SAVED, MODELS[model], f"{model}-exported")
+    return losses
+
+
+def export(folder: Path, run: str, step: int, args: dict[str, Any], output: str) -> None:
+    """Export a checkpoint of our run ``folder``/RUN to ``folder``/OUTPUT, for a run of megatron-core with ``args``."""
     options = ExportOptions(
         uses_distributed_optimizer=args.get("use_distributed_optimizer", False), has_torch_adam=True,
         has_expert_parallelism="expert_model_parallel_size" in args,
     )  # fmt: skip
-    checkpoint = open_folder(folder / f"{model}-ours" / "checkpoints" / f"step-{SAVED:08d}")
-    _, notes = export_torch_dist(checkpoint, folder / f"{model}-exported", options)
+    _, notes = export_torch_dist(
+        open_folder(folder / run / "checkpoints" / f"step-{step:08d}"), folder / output, options
+    )
     assert notes == []
-    return losses
 
 
 def test_run_of_ours_continues_in_megatron_core(folder: Path) -> None:
@@ -134,3 +146,22 @@ def test_run_of_ours_continues_in_megatron_core(folder: Path) -> None:
     for model, losses in expected.items():
         losses_from_saved = {step: losses[step] for step in range(SAVED + 1, LAST + 1)}
         assert_equal(read_losses(folder, f"{model}-there"), losses_from_saved, SAVED + 1)
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [("llama", ("tp 2 pp 2", "one rank")), ("gpt", ("one rank", "tp 2 pp 2")), ("mixtral", ("dp 2 ep 2", "one rank"))],
+)
+def test_chain_of_both_programs_has_the_losses_of_one_run(folder: Path, model: str, layouts: tuple[str, str]) -> None:
+    """Steps 1 to 10 in megatron-core, to 13 here, to 16 in megatron-core, to 20 here in another layout."""
+    expected, names = read_losses(folder, model), [f"{model}-hop{idx}" for idx in (1, 2, 3)]
+    first = train(folder, names[0], layouts[0], f"--load {folder / model} --exit-interval 13", EXIT_CODES[StopRequest])
+    assert_equal(first, expected, SAVED + 1, 13)
+    export(folder, names[0], 13, MODELS[model], f"{names[0]}-exported")
+    job = {
+        "name": names[1], "args": MODELS[model], "load": f"{names[0]}-exported", "last": 16, "save": names[1],
+        "save_at": 16,
+    }  # fmt: skip
+    run_megatron_core(PROGRAM, folder, num_ranks=2, deadline_s=120, jobs=[job])
+    assert_equal(read_losses(folder, names[1]), expected, 14, 16)
+    assert_equal(train(folder, names[2], layouts[1], f"--load {folder / names[1]}"), expected, 17)

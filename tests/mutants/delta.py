@@ -3,6 +3,7 @@
 | fault | known from |
 |---|---|
 | the output norm's gradient lacks the heads of other tensor ranks | Megatron-LM #7452 |
+| a packed matrix is split over the tensor ranks as if it were one part | Megatron-LM #1989 |
 | documents leak through the state or through the convolution | prime-rl #3000, Automodel #2131 |
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from megatron.mpu.groups import Group
+from megatron.mpu.matrices import set_matrices
 from megatron.mpu.shard import Shard, shard_of
 from tds.param_info import info_of, set_info
 from tests.mutants.mutant import call_after_init, mutant
@@ -26,6 +28,10 @@ INITIAL = f"{MIXERS}::test_initial_decays_are_in_published_ranges_and_have_no_we
 CACHE = f"{MIXERS}::test_cached_tokens_match_full_forward[gdn]"
 HUGGING_FACE = (
     "tests/models/common/test_delta_against_huggingface.py::test_output_and_gradients_match_transformers[True-Qwen3.5]"
+)
+MUON = (
+    "tests/models/common/test_mixer_weights.py::test_vectors_have_no_weight_decay_and_only_projections_are_matrices"
+    "[gated-delta-net-changes0]"
 )
 LOOP = "tests/ops/test_delta_rule.py::test_values_and_gradients_match_loop"
 
@@ -47,6 +53,17 @@ def decay_rates_are_those_of_another_tensor_rank(original: Any) -> Any:
         set_info(mixer.A_log, replace(info_of(mixer.A_log), shard=Shard(shard.global_shape, 0, start, shard.length)))
 
     return call_after_init(original, shift_shard)
+
+
+@mutant("megatron.models.common.short_convolution:ShortConvolution.__init__", TENSOR_RANKS)
+def convolution_has_the_channels_of_another_tensor_rank(original: Any) -> Any:
+    def shift_shards(convolution: Any) -> None:
+        for parameter in convolution.parameters():
+            shard = shard_of(parameter)
+            start = (shard.start + shard.length) % shard.global_shape[0]
+            set_info(parameter, replace(info_of(parameter), shard=replace(shard, start=start)))
+
+    return call_after_init(original, shift_shards)
 
 
 @mutant("megatron.models.common.short_convolution:short_convolution", DOCUMENTS)
@@ -121,6 +138,15 @@ def time_steps_have_weight_decay(original: Any) -> Any:
         return [with_decay, without_decay]
 
     return group
+
+
+@mutant("megatron.models.common.short_convolution:ShortConvolution.__init__", MUON)
+def muon_orthogonalizes_convolutions(original: Any) -> Any:
+    def mark(convolution: Any) -> None:
+        for name in convolution.names:
+            set_matrices(getattr(convolution, name))
+
+    return call_after_init(original, mark)
 
 
 @mutant("megatron.models.common.recurrent_cache:RecurrentCache.is_padding", CACHE)

@@ -31,7 +31,7 @@ VARIANTS = {
     "mixed": f"--hybrid-layer-pattern GM*E-G {LINEAR} {MAMBA} --rotary-percent 0.34 --apply-layernorm-1p "
     f"--attention-output-gate {EXPERTS} --moe-shared-expert-intermediate-size 16 --linear-norm-placement both",
 }
-"""Each with more than its model has, so that every mechanism is in one of them."""
+"""Variants of published models. Options that no published model has are added, so that each option is in a variant."""
 
 
 def runs_of(variant: str) -> ParityRuns:

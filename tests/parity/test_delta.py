@@ -88,6 +88,12 @@ def test_dropout_equals_single_process(variant: str) -> None:
     check_grid(variant, (2, 1, 1, 2), SEQUENCE_PARALLEL, f"{EXTRA} {dropout}")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("grid", "options"), [((2, 1, 1, 2), SEQUENCE_PARALLEL), ((1, 2, 1, 1), ZB_V)])
+def test_multi_token_prediction_equals_single_process(grid: Grid, options: str) -> None:
+    check_grid("qwen3_next", grid, options, f"{EXTRA} --mtp-num-layers 1")
+
+
 @pytest.mark.slow  # tests/models/common/test_delta_against_huggingface.py compares them with transformers
 @pytest.mark.parametrize(
     ("variant", "flag"),

@@ -9,7 +9,7 @@ import pytest
 
 from megatron.training.parity import Difference
 from tests.parity.extras_runs import EXTRA, RUNS, VARIANTS
-from tests.parity.test_schedules import INTERLEAVED, SCHEDULES, ZB_V
+from tests.parity.test_schedules import DUAL_PIPE_V, INTERLEAVED, SCHEDULES, ZB_V
 
 RECOMPUTE, SELECTIVE, SEQUENCE_PARALLEL = (
     "--checkpoint-activations", "--recompute-granularity selective", "--sequence-parallel"
@@ -76,6 +76,32 @@ def check_difference(diff: Difference) -> None:
 def test_every_layout_equals_single_process(variant: str, grid: tuple[int, int, int, int], options: str) -> None:
     *layout, context = grid
     check_difference(RUNS[variant].compare_layout(*layout, EXTRA, 3, options, context=context))
+
+
+MTP = "--mtp-num-layers 2 --mtp-loss-scaling-factor 0.5"
+MTP_CASES = [
+    *((variant, (1, 2, 1, 1), schedule) for variant in VARIANTS for schedule in (ZB_V, DUAL_PIPE_V)),
+    *((variant, (2, 2, 1, 1), f"{ZB_V} {SEQUENCE_PARALLEL} {RECOMPUTE}") for variant in VARIANTS),
+    *((variant, (1, 2, 1, 2), f"{ZB_V} {EP}") for variant in VARIANTS if "--num-experts" in VARIANTS[variant]),
+    ("gpt_oss", (2, 1, 1, 2), f"{EP} {SEQUENCE_PARALLEL}"),
+    *((variant, (1, 4, 1, 1), "") for variant in VARIANTS),  # one layer on each stage
+]
+
+
+@pytest.mark.slow  # LLaMA in a V placement is in the short run: tests/parity/test_mtp.py
+@pytest.mark.parametrize(
+    ("variant", "grid", "options"),
+    [pytest.param(*case, id="-".join(map(str, (case[0], *case[1], case[2])))) for case in MTP_CASES],
+)
+def test_multi_token_prediction_equals_single_process(
+    variant: str, grid: tuple[int, int, int, int], options: str
+) -> None:
+    """The layers of multi-token prediction have the sinks, gates and experts of the last layer.
+
+    In a V placement, the first stage has these layers and the first ones of the decoder.
+    """
+    *layout, context = grid
+    check_difference(RUNS[variant].compare_layout(*layout, f"{EXTRA} {MTP}", 3, options, context=context))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ On the axes of the group that a function gets:
 | ``gather_from_context_region`` | V | R |
 | ``scatter_heads_gather_sequence`` and its inverse, ``Exchange.dispatch``, ``Exchange.combine`` | V | V |
 | column-parallel products | I, or V with sequence parallelism; weights V | V |
+| the same with the weights of shared groups of Mamba-2 | I, or V with sequence parallelism; weights R | R |
 | vocabulary-parallel cross-entropy | logits V | I |
 | cross-entropy of a product | hidden states R, table V | I |
 
@@ -33,7 +34,7 @@ from megatron.models.common import language_model, mtp, norms, router
 from megatron.mpu import context_parallel, cross_entropy, expert_parallel, layers, linear_cross_entropy, mappings
 from megatron.mpu.groups import Group
 from megatron.ops import biased_attention, gated_activation, grouped, positions, xielu
-from tests.types.local_types import Types, axes_of, name_of, product_types, require, stand_in, types_of
+from tests.types.local_types import Types, axes_of, gradient_types, name_of, product_types, require, stand_in, types_of
 
 LOCAL_FUNCTIONS = (
     biased_attention._ExpandBias,
@@ -57,10 +58,12 @@ class Signature(NamedTuple):
     Args:
         inputs: types of each positional argument within the function; None for arguments that are no typed tensors.
         outputs: types of each output.
+        grads: types of the gradient of each output within backward; None: the types that follow from the outputs.
     """
 
     inputs: list[Types | None]
     outputs: list[Types]
+    grads: list[Types] | None = None
 
 
 def transition(allowed: Sequence[Any], result: Any) -> Callable[..., Signature]:
@@ -80,16 +83,20 @@ def transition(allowed: Sequence[Any], result: Any) -> Callable[..., Signature]:
 
 
 def column_products(x: torch.Tensor, group: Group, sequence_parallel: bool, *leaves: torch.Tensor | None) -> Signature:
-    """Return the signature of ``_ColumnProducts``: entry of the tensor-parallel region, then a product per weight."""
+    """Return the signature of ``_ColumnProducts``: entry of the tensor-parallel region, then a product per weight.
+
+    The backward adds the gradients of all products before it sums them over the ranks. A gradient of an R, which is a
+    P, is a V here, because the package does not add a P to the Vs of shards.
+    """
     axes = require(x, group, (V,) if sequence_parallel else (I,), "the input of a column-parallel layer")
     for leaf in leaves:
         if leaf is not None:
-            require(leaf, group, (V,), "a weight of a column-parallel layer")
+            require(leaf, group, (V, R), "a weight of a column-parallel layer")
     entered = stand_in({**types_of(x), **dict.fromkeys(axes, R)}, True)
     num_weights = len(leaves) // 2
     outputs = [product_types(entered, *pair) for pair in zip(leaves[:num_weights], leaves[num_weights:], strict=True)]
     inputs = [types_of(x), None, None, *(None if leaf is None else types_of(leaf) for leaf in leaves)]
-    return Signature(inputs, outputs)
+    return Signature(inputs, outputs, [{**gradient_types(types), **dict.fromkeys(axes, V)} for types in outputs])
 
 
 def sharded_cross_entropy(

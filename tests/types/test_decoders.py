@@ -8,9 +8,11 @@ import pytest
 
 from megatron.models.common.model_args import ModelArgs
 from megatron.mpu.topology import Topology
+from tests.helpers.delta_samples import delta_model_args
 from tests.helpers.harness import run_ranks
 from tests.helpers.latent_samples import latent_model_args
 from tests.helpers.llama_samples import llama_model_args
+from tests.helpers.mamba_samples import FALCON_FIELDS, NEMOTRON_FIELDS, mamba_model_args
 from tests.helpers.model_samples import small_model_args
 from tests.helpers.mpt_samples import mpt_model_args
 from tests.types.optional import DEADLINE_S, NEEDS_SPMD_TYPES
@@ -74,6 +76,17 @@ CASES = {
     "multi-token prediction, z-loss in chunks": Case(
         llama_model_args(mtp_num_layers=1, loss_chunk_tokens=5, z_loss=1e-3)
     ),
+    "Gated DeltaNet": Case(delta_model_args("gdn")),
+    "Gated DeltaNet and attention, documents, experts": Case(
+        delta_model_args("gdn", linear_attention_freq="2", **EXPERTS), {"has_documents": True}
+    ),
+    "Gated DeltaNet, recompute": Case(delta_model_args("gdn", checkpoint_activations=True)),
+    "Kimi Delta Attention, selective recompute": Case(delta_model_args("kda", recompute_attention=True)),
+    "Kimi Delta Attention, full gates, documents": Case(delta_model_args("kda, full gates"), {"has_documents": True}),
+    "Mamba-2, documents": Case(mamba_model_args(), {"has_documents": True}),
+    "Mamba-2, shared group": Case(mamba_model_args(mamba_num_groups=1, mamba_norm_groups=1, mamba_proj_bias=True)),
+    "parallel heads of Mamba-2 and attention": Case(mamba_model_args(**FALCON_FIELDS)),
+    "Mamba-2 in a layer pattern": Case(mamba_model_args(**NEMOTRON_FIELDS)),
 }
 
 

@@ -11,9 +11,11 @@ import pytest
 
 from megatron.models.common.model_args import ModelArgs
 from megatron.mpu.topology import Topology
+from tests.helpers.delta_samples import delta_model_args
 from tests.helpers.harness import run_ranks
 from tests.helpers.latent_samples import latent_model_args
 from tests.helpers.llama_samples import llama_model_args
+from tests.helpers.mamba_samples import mamba_model_args
 from tests.helpers.model_samples import small_model_args
 from tests.mutants.mutant import apply_mutant, load_mutants
 from tests.types.optional import DEADLINE_S, NEEDS_SPMD_TYPES
@@ -37,10 +39,12 @@ DETECTED = {
     "mpu.tensor_and_pipeline_axes_are_swapped": MIXED,
     "mpu.expert_groups_and_their_replicas_are_swapped": "a gradient that is summed must be P on axis data x context 0",
     "mpu.gradient_of_gathered_keys_is_not_summed": "context_parallel._Gather: the gradient of argument 0 must be V",
+    "delta.gradient_of_output_norm_lacks_heads_of_other_tensor_ranks": MIXED,
     "latent.gradient_of_the_shared_rotated_key_is_counted_by_every_tensor_rank": "_Copy: the input must be I on axis",
     "latent.gradient_of_the_shared_rotated_key_is_partial": MIXED,
     "latent.gradients_of_latent_norms_are_counted_by_every_tensor_rank": MIXED,
     "latent.gradients_of_latent_norms_lack_the_tokens_of_other_ranks": MIXED,
+    "mamba.gradients_of_shared_b_and_c_are_not_summed": "a weight of a column-parallel layer must be V or R on axis",
     "models.gradient_of_the_heads_input_is_not_summed": MIXED,
     "models.gradient_of_the_mean_over_all_heads_is_not_summed": MIXED,
     "models.gradients_of_different_experts_are_summed": "but ranks 0 and 2 hold different weights or shards",
@@ -62,6 +66,11 @@ DECODERS: list[tuple[ModelArgs, dict[str, Any]]] = [
     (llama_model_args(num_layers=1, softmax_type="learnable"), {}),
 ]
 """Decoders that call every function that communicates, with their options."""
+HYBRIDS: list[tuple[ModelArgs, dict[str, Any]]] = [
+    (delta_model_args("gdn", num_layers=1), {}),
+    (mamba_model_args(num_layers=1, mamba_num_groups=1), {}),
+]
+"""Decoders for the mutants of recurrent mixers."""
 MUTANTS = load_mutants()
 
 
@@ -77,7 +86,7 @@ def find_type_error(rank: int, mutant: str) -> str:
     typed_functions.install()
     topology = Topology(pipe=1, data=2, tensor=2, context=2, expert=2)
     try:
-        for args, options in DECODERS:
+        for args, options in HYBRIDS if mutant.startswith(("delta.", "mamba.")) else DECODERS:
             check_decoder(args, topology, **options)
         check_declarations(WITH_EXPERTS, topology)
     except spmd.SpmdTypeError as error:

@@ -90,9 +90,8 @@ def _check_bodies(function: Any, args: tuple[Any, ...], declared: Signature, has
         compare(output, types, "the result of forward")
     if not has_backward or not any(ctx.needs_input_grad):
         return
-    grads = [
-        _typed_copy(output, gradient_types(types)) for output, types in zip(outputs, declared.outputs, strict=True)
-    ]
+    grad_types = declared.grads or [gradient_types(types) for types in declared.outputs]
+    grads = [_typed_copy(output, types) for output, types in zip(outputs, grad_types, strict=True)]
     input_grads = _as_tuple(function.backward(ctx, *grads))
     for idx, (grad, types, is_needed) in enumerate(zip(input_grads, inputs, ctx.needs_input_grad, strict=False)):
         if is_needed:

@@ -305,6 +305,7 @@ def _hf_logits(folder: Path, config: Config, hf_format: HFFormat, tokens: torch.
     if mismatches:
         raise CheckpointError(f"the tensors in {folder} do not match the model of transformers: {mismatches}")
     model.eval()
+    model.config.use_cache = False  # transformers 5 raises ValueError for a cache without attention layers
     hf_format.patch_hf_model(model, config)
     return hf_format.hf_logits(model(**hf_format.hf_inputs(tokens)))
 

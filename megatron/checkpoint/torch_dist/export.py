@@ -241,10 +241,12 @@ def _optimizer_state(
     group = {
         "is_expert_parallel": is_expert, "default_config": True, "lr_mult": 1.0, "is_decoupled_lr": False,
         "max_lr": settings.lr, "min_lr": settings.min_lr, "lr": settings.lr, "bias_correction": True,
-        "betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps, "step": steps,
+        "betas": (settings.adam_beta1, settings.adam_beta2), "eps": settings.adam_eps,
         "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False,
         "fused": None, "decoupled_weight_decay": True,
     }  # fmt: skip
+    if options.uses_distributed_optimizer or not options.has_torch_adam:  # torch's AdamW counts by parameter
+        group["step"] = steps
     groups = [{**group, "wd_mult": 1.0, "weight_decay": settings.weight_decay}]
     if not is_expert or run.config.model.hidden_bias:
         groups.append({**group, "wd_mult": 0.0, "weight_decay": 0.0})

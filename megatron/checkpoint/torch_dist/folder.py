@@ -191,15 +191,16 @@ def _common_archive(path: Path, index: TorchDistIndex) -> tuple[str, memoryview]
 def _adam_steps(optimizer: Any, archive: memoryview) -> int | None:
     """Find the update count in the optimizer state; None if it has none.
 
+    The parameters' count takes precedence over those of parameter groups: torch's AdamW does not advance a count that a
+    loaded group contains, and Megatron-Core saves it again.
+
     Raises:
         ValueError: parameters have different counts.
     """
-    steps = set()
+    steps: set[int] = set()
     for key in ("common_step", "step"):
-        for value in _values_of(optimizer, key):
-            step = value.item(archive) if isinstance(value, ArchivedTensor) else value
-            if isinstance(step, int | float):
-                steps.add(int(step))
+        values = (v.item(archive) if isinstance(v, ArchivedTensor) else v for v in _values_of(optimizer, key))
+        steps = steps or {int(step) for step in values if isinstance(step, int | float)}
     if len(steps) > 1:
         raise ValueError(f"the parameters have different numbers of updates: {sorted(steps)}")
     return steps.pop() if steps else None

@@ -42,7 +42,7 @@ class HeadProjections(nn.Module):
             num_rows = divide(f"the number of heads of {name}", num_heads, parallel.group) * size
             shard = Shard((num_heads * size, input_size), 0, parallel.group.rank * num_rows, num_rows)
             weight = empty_weight((num_rows, input_size), shard)
-            # a row per head is no matrix of its own for optimizers of matrices
+            # Muon does not split a weight by heads that have one row each
             self.register_parameter(name, set_matrices(weight, head=size if size > 1 else 0))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:

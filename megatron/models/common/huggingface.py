@@ -455,6 +455,24 @@ def unsupported_settings(model: ModelConfig, fixed: Mapping[str, Any], *, free: 
             yield f"{flags[name]} must be {required}, got {value}"
 
 
+_UNSUPPORTED_MECHANISMS = {
+    "quantization_config": "quantized weights",
+    "index_topk": "sparse attention to the tokens that an indexer selects, as in DeepSeek-V3.2",
+    "hc_mult": "hyper-connections of several residual streams, as in DeepSeek-V4",
+    "sparse_config": "sparse attention to selected blocks, as in MiniCPM4",
+    "sparse_attention_config": "sparse attention to selected blocks, as in MiniMax-M3",
+}
+"""Key of config.json -> the mechanism that it selects, which no decoder has; published models of a type may have the
+key although the class of the type does not read it."""
+
+
+def unsupported_mechanisms(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a problem for each mechanism of a config.json that no decoder has."""
+    for key, mechanism in _UNSUPPORTED_MECHANISMS.items():
+        if settings.get(key):
+            yield f"{key} {settings[key]!r}: {mechanism} (supported: None)"
+
+
 def _has_effect(model: ModelConfig, name: str) -> bool:
     """Return True if the setting takes effect given the other settings."""
     if name == "norm_bias":

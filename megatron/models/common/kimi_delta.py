@@ -1,4 +1,4 @@
-"""Kimi Delta Attention, the recurrent mixer of Kimi Linear and Ling 2.5."""
+"""Kimi Delta Attention, the recurrent mixer of Kimi Linear and bailing_hybrid (Ling 3)."""
 
 from __future__ import annotations
 

@@ -65,6 +65,7 @@ from megatron.models.common.huggingface import (
     by_recipes,
     keep_tensor_name,
     leave_hf_model_unchanged,
+    unsupported_mechanisms,
     unsupported_settings,
 )
 from megatron.models.common.huggingface_mtp import DEEPSEEK as DEEPSEEK_MTP
@@ -134,7 +135,7 @@ _COMMON_SETTINGS = {"position_embedding_type": "rope", "normalization": "RMSNorm
 _WINDOW_FIELDS = {"window_size", "window_attn_skip_freq"}
 ROTARY_BUFFERS = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb(_local)?\.(original_)?inv_freq")
 """Buffers saved by older versions, per layer or once per model."""
-_REQUIRED_VALUES = {"use_mrope": False, "use_bidirectional_attention": False, "quantization_config": None}
+_REQUIRED_VALUES = {"use_mrope": False, "use_bidirectional_attention": False}
 """Setting that changes results and that we do not support -> the only accepted value, besides None."""
 
 
@@ -775,6 +776,7 @@ def architecture(preset: Preset) -> dict[str, Any]:
 
 def _other_values(preset: Preset, settings: Mapping[str, Any]) -> Iterator[str]:
     """Yield a message for each setting that changes results and that we do not support for this type."""
+    yield from unsupported_mechanisms(settings)
     for name, accepted in _REQUIRED_VALUES.items():
         if settings.get(name) not in (None, accepted):
             yield f"{name} {settings[name]!r} (supported: {accepted!r})"

@@ -11,10 +11,10 @@ g key heads have d_k elements and a value heads d_v, in n = a / g value heads pe
 | output_norm, dense | norm, out_proj | norm, out_proj | o_norm, o_proj |
 
 Rows of Qwen3-Next's in_proj_qkvz are grouped by key head: d_k rows of the query, d_k of the key, n d_v of the values
-and n d_v of the gates. A group of in_proj_ba has n rows of beta, then n of the decay. Rows of in_proj_qkv and conv1d
-are those of all queries, all keys, then all values.
+and n d_v of the gates. A group of in_proj_ba has n rows of beta, then n of the decay. in_proj_qkv and conv1d have the
+rows of all queries, then of all keys, then of all values.
 
-| ours, in ``recurrent`` | Kimi Linear, ``self_attn`` | Ling 3, ``attention`` |
+| ours, in ``recurrent`` | Kimi Linear, ``self_attn`` | bailing_hybrid, ``attention`` |
 |---|---|---|
 | projections.query, .key, .value, .beta | q_proj, k_proj, v_proj, b_proj | the same |
 | projections.decay, .gate | | f_proj, g_proj |

@@ -9,9 +9,10 @@
 | kimi_linear | Kimi Delta Attention | multi-latent attention without positions | experts in most layers |
 | bailing_hybrid | Kimi Delta Attention with full gates | multi-latent attention with an output gate | the same |
 
-Published folders of Qwen3.5 contain a model with images, model_type qwen3_5 or qwen3_5_moe. Its text part is imported,
-as by ``Qwen3_5ForCausalLM``, and exported as a folder of the text type. Their experts are stacked in one tensor per
-layer; transformers saves one tensor per expert, and so do exports.
+Published folders of Qwen3.5 contain a model that also reads images, model_type qwen3_5 or qwen3_5_moe. An import reads
+its text part, as ``Qwen3_5ForCausalLM`` does, and skips the vision weights with a warning. An export writes a folder of
+the text type, without vision weights. Published folders stack the experts of a layer in one tensor; transformers saves
+one tensor per expert, and so does an export.
 """
 
 from __future__ import annotations
@@ -261,6 +262,7 @@ def _qwen_functions(
         "rename_tensor": _rename_qwen,
         "unpack": _unpack_experts,
         "is_selectable": True,
+        "only_values": {"attn_output_gate": True},
         "required_fields": () if names is None else ("num_experts", "moe_shared_expert_intermediate_size"),
     }
 
@@ -366,7 +368,7 @@ def _rename_olmo(name: str, config: Config) -> str:
     return f"{prefix}{_OLMO_CLASS_NORMS.get(norm, norm)}{suffix}"
 
 
-# Kimi Linear and Ling 3.
+# Kimi Linear and bailing_hybrid (Ling 3).
 
 _KIMI_NAMES = {
     "num_expert_group": "n_group",
@@ -450,8 +452,13 @@ def _kimi_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
     layers, unsupported_layers = layer_values(_KIMI_DELTA, types, num_layers)
     experts, unsupported_experts = expert_values(KIMI_LINEAR, settings)
     common, unsupported = _common_values(settings)
-    if settings.get("mla_use_nope") is False:
-        unsupported.append("mla_use_nope False (supported: True)")
+    if "full_attn_layers" in linear and "kda_layers" in linear:
+        numbers = sorted([*linear["full_attn_layers"], *linear["kda_layers"]])
+        if numbers != list(range(1, num_layers + 1)):
+            unsupported.append(
+                f"linear_attn_config with full_attn_layers {linear['full_attn_layers']} and kda_layers "
+                f"{linear['kda_layers']} (supported: each layer from 1 to {num_layers} in one of them)"
+            )
     head_size = linear.get("head_dim", settings["linear_head_dim"])
     num_heads = linear.get("num_heads", settings["linear_num_heads"])
     return {
@@ -475,10 +482,10 @@ def _rename_kimi(name: str, config: Config) -> str:
     return re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", name)
 
 
-# Ling 3.
+# bailing_hybrid (Ling 3).
 
 _LING_PARTS = {"self_attn.o_proj": "attention.dense", "self_attn": "attention"}
-"""Part of a tensor's name in Kimi Linear and DeepSeek-V3 -> part in Ling 3."""
+"""Part of a tensor's name in Kimi Linear and DeepSeek-V3 -> part in bailing_hybrid."""
 
 
 def _ling_recipes(model: ModelConfig, layer_idx: int, ours: str, theirs: str) -> Recipes:
@@ -594,6 +601,7 @@ DELTA_TYPES = (
         problems=_olmo_problems,
         rename_tensor=_rename_olmo,
         is_selectable=True,
+        only_values={"linear_use_gate": True},
     ),
     HybridType(
         model_type="kimi_linear",
@@ -615,6 +623,7 @@ DELTA_TYPES = (
         problems=_kimi_problems,
         rename_tensor=_rename_kimi,
         is_selectable=True,
+        only_values={"moe_router_activation_func": "sigmoid", "mla_use_nope": True, "moe_layer_freq": 1},
         example={"linear_attn_config": {"full_attn_layers": list(range(4, 61, 4))}},
         required_fields=("num_experts",),
     ),
@@ -641,6 +650,7 @@ DELTA_TYPES = (
         problems=_ling_problems,
         rename_tensor=_rename_ling,
         is_selectable=True,
+        only_values={"score_function": "sigmoid", "use_bias": False, "use_qkv_bias": False},
         required_fields=("num_experts",),
     ),
 )  # fmt: skip

@@ -28,6 +28,7 @@ from megatron.models.common.huggingface import (
     Tensors,
     WeightMapping,
     by_recipes,
+    unsupported_mechanisms,
     unsupported_settings,
 )
 from megatron.models.common.rotary_rows import RotaryRows
@@ -47,8 +48,6 @@ if TYPE_CHECKING:
 GATED_SILU = {"silu": "gated-silu", "swish": "gated-silu"}
 """Activation in config.json -> ours; the first entry of each of ours is written."""
 PRE_NORMS = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
-_UNSUPPORTED_VALUES = {"quantization_config": None}
-"""Key of config.json that changes results -> the only accepted value."""
 
 XIELU_CONSTANTS = {"beta": 0.5, "eps": -1e-6}
 """Hugging Face name -> value in ``megatron.ops.xielu``, which imports torch."""
@@ -390,12 +389,10 @@ def values(dense_type: DenseType, hf_config: dict[str, Any]) -> dict[str, Any]:
         has_partial_rotary=dense_type.has_partial_rotary,
     )
     biases, unsupported_biases = dense_type.biases.to_ours(settings)
-    unsupported = [*unsupported, *unsupported_windows, *unsupported_rotary, *unsupported_biases]
-    unsupported += [
-        f"{key} {settings[key]!r} (supported: {accepted!r})"
-        for key, accepted in _UNSUPPORTED_VALUES.items()
-        if settings.get(key) not in (None, accepted)
-    ]
+    unsupported = [
+        *unsupported, *unsupported_windows, *unsupported_rotary, *unsupported_biases,
+        *unsupported_mechanisms(settings),
+    ]  # fmt: skip
     activation = settings.get("hidden_act") or next(iter(dense_type.activations))
     if activation not in dense_type.activations:
         unsupported.append(f"hidden_act {activation!r} (supported: {', '.join(dense_type.activations)})")

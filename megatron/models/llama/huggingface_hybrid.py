@@ -21,6 +21,7 @@ from megatron.models.common.huggingface import (
     by_recipes,
     keep_tensor_name,
     leave_hf_model_unchanged,
+    unsupported_mechanisms,
     unsupported_settings,
 )
 from megatron.models.common.huggingface_mtp import PREFIX, MTPNames, layer_names
@@ -57,6 +58,7 @@ class HybridType:
         is_selectable: ``--model`` accepts the type.
         example: settings of models of the type for ``--model``, if the defaults of the class do not fit all sizes.
         required_fields: as in ``HFFormat``.
+        only_values: key of config.json -> its only supported value. A missing key or null counts as this value.
     """
 
     model_type: str
@@ -79,6 +81,7 @@ class HybridType:
     is_selectable: bool = False
     example: Mapping[str, Any] = field(default_factory=dict)
     required_fields: tuple[str, ...] = ()
+    only_values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -175,8 +178,12 @@ def values(hybrid_type: HybridType, hf_config: dict[str, Any]) -> dict[str, Any]
     """
     settings = {**hybrid_type.defaults, **hf_config}
     special, unsupported = hybrid_type.values(settings)
-    if settings.get("quantization_config") is not None:
-        unsupported.append(f"quantization_config {settings['quantization_config']!r} (supported: None)")
+    unsupported += [
+        f"{key} {settings[key]!r} (supported: {value!r})"
+        for key, value in hybrid_type.only_values.items()
+        if settings.get(key) not in (None, value)
+    ]
+    unsupported += unsupported_mechanisms(settings)
     if unsupported:
         raise CheckpointError(
             f"our decoders do not support these settings of {hybrid_type.model_type}: {'; '.join(unsupported)}"

@@ -61,6 +61,11 @@ def _rename_backbone(name: str, config: Config) -> str:
     return name.replace(".embedding.weight", ".embeddings.weight")
 
 
+def _rename_nemotron(name: str, config: Config) -> str | None:
+    """Return the name of ``_rename_backbone``; None for multi-token prediction layers, which the class ignores."""
+    return None if name.startswith("mtp.") else _rename_backbone(name, config)
+
+
 def _mamba2_recipes(model: ModelConfig, layer_idx: int, ours: str, theirs: str) -> Recipes:
     return {
         f"{ours}.input_norm.weight": WeightMapping((f"{theirs}.norm.weight",)),
@@ -85,6 +90,13 @@ def _mamba2_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _mamba2_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
+    width, expanded = settings["num_heads"] * settings["head_dim"], settings["expand"] * settings["hidden_size"]
+    unsupported = activation_problems(settings, "hidden_act", ("silu", "swish"))
+    if width != expanded:
+        unsupported.append(
+            f"num_heads x head_dim {settings['num_heads']} x {settings['head_dim']} = {width} (supported: expand x "
+            f"hidden_size = {expanded})"
+        )
     return {
         "hybrid_layer_pattern": "M" * settings["num_hidden_layers"],
         "num_attention_heads": settings["num_heads"],  # without effect: no layer has attention
@@ -98,7 +110,7 @@ def _mamba2_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
         "mamba_conv_bias": settings["use_conv_bias"],
         "mamba_proj_bias": settings["use_bias"],
         **time_step_values(settings),
-    }, activation_problems(settings, "hidden_act", ("silu", "swish"))
+    }, unsupported
 
 
 def _mamba2_problems(model: ModelConfig) -> Iterator[str]:
@@ -121,7 +133,16 @@ _NO_TIME_STEP_MIN = 1e-30
 """``time_step_min`` of a model without a lower bound; the class takes its logarithm."""
 _LETTERS = {"mamba": "M", "linear_attention": "M", "attention": "*", "full_attention": "*", "mlp": "-", "moe": "E"}
 """Entry of ``layers_block_type`` -> letter of ``hybrid_layer_pattern``."""
+_DEFAULT_BLOCK_TYPES = ("linear_attention", "moe", "full_attention", "mlp")
 _SQUARED_RELU = "relu2"
+_FORMER_NEMOTRON_KEYS = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_min": "time_step_min",
+    "mamba_dt_limit": "time_step_limit",
+    "mamba_conv_bias": "use_conv_bias",
+}
+"""Key of an older config.json -> key that the class reads; the older key takes precedence in the class."""
 
 
 def _nemotron_recipes(model: ModelConfig, layer_idx: int, ours: str, theirs: str) -> Recipes:
@@ -177,24 +198,23 @@ def _nemotron_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def _nemotron_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
+    settings |= {key: settings.pop(former) for former, key in _FORMER_NEMOTRON_KEYS.items() if former in settings}
     unsupported = [
         *activation_problems(settings, "mlp_hidden_act", (_SQUARED_RELU,)),
         *activation_problems(settings, "mamba_hidden_act", ("silu", "swish")),
-        *(
-            f"{key} {settings[key]!r} (supported: {supported!r})"
-            for key, supported in (
-                ("attention_bias", False), ("mlp_bias", False), ("moe_latent_size", None), ("sliding_window", None),
-            )
-            if settings.get(key) not in (None, supported)
-        ),
-    ]  # fmt: skip
+    ]
     if upper_limit := time_step_values(settings)["mamba_dt_limit_max"]:
         unsupported.append(f"time_step_limit up to {upper_limit} (supported: no upper limit, as in the class)")
-    pattern = settings.get("hybrid_override_pattern")
-    if pattern is None:
-        block_types = settings["layers_block_type"]
+    # the class, too, prefers a list of types to the pattern
+    block_types = settings.get("layers_block_type") or settings.get("layer_types")
+    pattern: str = settings.get("hybrid_override_pattern") or ""
+    if block_types is None and settings.get("hybrid_override_pattern") is None:
+        block_types = _DEFAULT_BLOCK_TYPES
+    if block_types is not None:
         unsupported += [f"layers_block_type {name!r}" for name in dict.fromkeys(block_types) if name not in _LETTERS]
         pattern = "".join(_LETTERS.get(name, "") for name in block_types)
+    if not pattern:
+        unsupported.append("hybrid_override_pattern without letters (supported: a letter for each layer)")
     settings["num_hidden_layers"] = len(pattern)
     has_experts = "E" in pattern
     if has_experts and not settings["norm_topk_prob"]:
@@ -277,6 +297,14 @@ _SSM_MULTIPLIERS = ("mamba_z", "mamba_x", "mamba_b", "mamba_c", "mamba_dt")
 _MLP_MULTIPLIERS = ("mlp_gate", "mlp_output")
 
 
+def _head_size_problems(settings: Mapping[str, Any], width: int) -> Problems:
+    """Return a message if the size of the Mamba-2 heads in config.json does not fit their number and ``width``."""
+    num_heads, size = settings["mamba_n_heads"], settings.get("mamba_d_head")
+    if size in (None, "auto") and width % num_heads == 0 or size == width / num_heads:
+        return []
+    return [f"mamba_n_heads x mamba_d_head {num_heads} x {size} (supported: a product of {width})"]
+
+
 def _falcon_recipes(model: ModelConfig, layer_idx: int, ours: str, theirs: str) -> Recipes:
     gate_and_up = tuple(f"{theirs}.feed_forward.{name}_proj.weight" for name in ("gate", "up"))
     return {
@@ -331,14 +359,19 @@ def _falcon_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
         width = settings["mamba_expand"] * settings["hidden_size"]
     rotary, unsupported = rotary_values(settings, has_local=False, has_windows=False)
     unsupported = [*unsupported, *activation_problems(settings, "hidden_act", ("silu", "swish"))]
-    unsupported += [f"{key} True (supported: False)" for key in ("attention_bias", "mlp_bias") if settings.get(key)]
+    unsupported += _head_size_problems(settings, width)
+    lists = {}
+    for key, names in (("ssm_multipliers", _SSM_MULTIPLIERS), ("mlp_multipliers", _MLP_MULTIPLIERS)):
+        lists[key] = settings[key] or [1.0] * len(names)
+        if len(lists[key]) != len(names):
+            unsupported.append(f"{key} with {len(lists[key])} entries (supported: {len(names)})")
     if bool(settings["projectors_bias"]) != bool(settings["mamba_proj_bias"]):
         unsupported.append("mamba_proj_bias and projectors_bias that differ (supported: both or neither)")
     norm = NORM_FIRST if settings["mamba_norm_before_gate"] else GROUP_NORM
     factors = BranchMultipliers(
         **{name: float(settings[key]) for name, key in _FALCON_MULTIPLIERS.items()},
-        **dict(zip(_SSM_MULTIPLIERS, map(float, settings["ssm_multipliers"] or [1.0] * 5), strict=True)),
-        **dict(zip(_MLP_MULTIPLIERS, map(float, settings["mlp_multipliers"] or [1.0] * 2), strict=True)),
+        **dict(zip(_SSM_MULTIPLIERS, map(float, lists["ssm_multipliers"]), strict=False)),
+        **dict(zip(_MLP_MULTIPLIERS, map(float, lists["mlp_multipliers"]), strict=False)),
     )
     return {
         "num_attention_heads": num_heads,
@@ -462,16 +495,24 @@ def _granite_hybrid_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Pr
         rotary["position_embedding_type"] = "rope"
         unsupported += unsupported_rotary
     unsupported += activation_problems(settings, "hidden_act", ("silu", "swish"))
-    if settings.get("attention_bias"):
-        unsupported.append("attention_bias True (supported: False)")
-    types = settings.get("layer_types") or settings.get("layers_block_type") or []
-    is_mamba = [_LETTERS.get(name) == "M" for name in types] or [True] * settings["num_hidden_layers"]
+    num_layers = settings["num_hidden_layers"]
+    types = settings.get("layer_types") or settings.get("layers_block_type") or ["mamba"] * num_layers
+    letters = [_LETTERS.get(name) for name in types]
+    unsupported += [
+        f"layer_types with {name!r} (supported: mamba, attention)"
+        for name, letter in dict(zip(types, letters, strict=True)).items()
+        if letter not in ("M", "*")
+    ]
+    if len(types) != num_layers:
+        unsupported.append(f"layer_types with {len(types)} entries for num_hidden_layers {num_layers}")
+    is_mamba = [letter == "M" for letter in letters]
     experts: dict[str, Any] = {}
     if settings["num_local_experts"]:
         experts = {name: settings[key] for key, name in _EXPERT_KEYS.items()}
     mamba: dict[str, Any] = {}
     if any(is_mamba):
         width = settings["mamba_expand"] * hidden_size
+        unsupported += _head_size_problems(settings, width)
         mamba = {
             "experimental_attention_variant": "mamba2",
             "linear_attention_freq": "" if all(is_mamba) else f"[{','.join(str(int(mamba)) for mamba in is_mamba)}]",
@@ -558,7 +599,7 @@ MAMBA_TYPES = (
         defaults={
             "num_heads": 128, "head_dim": 64, "state_size": 128, "layer_norm_epsilon": 1e-5, "conv_kernel": 4,
             "n_groups": 8, "use_bias": False, "use_conv_bias": True, "initializer_range": 0.1, "vocab_size": 32768,
-            "hidden_size": 4096, "num_hidden_layers": 64,
+            "hidden_size": 4096, "num_hidden_layers": 64, "expand": 2,
         },
         epsilon_key="layer_norm_epsilon",
         layer_recipes=_mamba2_recipes,
@@ -582,14 +623,14 @@ MAMBA_TYPES = (
             "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 7688,
             "moe_shared_expert_intermediate_size": 7688, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
             "norm_topk_prob": True, "time_step_min": 0.001,
-            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
         },
         epsilon_key="layer_norm_epsilon",
         layer_recipes=_nemotron_recipes,
         fields=_nemotron_fields,
         values=_nemotron_values,
         problems=_nemotron_problems,
-        rename_tensor=_rename_backbone,
+        rename_tensor=_rename_nemotron,
+        only_values={"attention_bias": False, "mlp_bias": False, "moe_latent_size": None, "sliding_window": None},
     ),
     HybridType(
         model_type="falcon_h1",
@@ -613,6 +654,7 @@ MAMBA_TYPES = (
         fields=_falcon_fields,
         values=_falcon_values,
         problems=_falcon_problems,
+        only_values={"attention_bias": False, "mlp_bias": False, "mamba_use_mlp": True, "attn_layer_indices": None},
         is_selectable=True,
         example=_EXAMPLE,
     ),
@@ -637,6 +679,7 @@ MAMBA_TYPES = (
         values=_granite_hybrid_values,
         problems=_granite_hybrid_problems,
         rename_tensor=_rename_granite,
+        only_values={"attention_bias": False, "normalization_function": "rmsnorm"},
         is_selectable=True,
         example=_EXAMPLE,
     ),

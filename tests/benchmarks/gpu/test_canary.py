@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu import canary, canary_compare
-from benchmarks.gpu.canary_compare import BF16, FP32, NeedsCuda, Row, compare
+from benchmarks.gpu.canary_compare import BF16, FP32, NeedsCuda, NeedsPackage, Row, compare
 from benchmarks.gpu.canary_kernels import KERNEL_ROWS
-from benchmarks.gpu.canary_rows import ROWS
+from benchmarks.gpu.canary_rows import DELTA_FACTOR, ROWS, compare_delta_rule
 from megatron import triton_launch
+from megatron.ops.delta_rule import gated_delta_rule
 from tests.helpers.runs import ROOT
 from tests.kernels.emulated import emulated
 
@@ -207,6 +208,29 @@ def test_attention_that_sees_later_keys_fails(monkeypatch: pytest.MonkeyPatch) -
     )
     with pytest.raises(AssertionError, match="allowed 1e-02"):
         row_of("causal attention, d = 64")(CPU)
+
+
+@pytest.mark.parametrize("has_decay_per_element", [False, True])
+def test_delta_rule_that_ignores_documents_or_rounds_too_much_fails(has_decay_per_element: bool) -> None:
+    def ignore_documents(*inputs: torch.Tensor, starts: torch.Tensor) -> Any:
+        return gated_delta_rule(*inputs)
+
+    def decay_more(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, *others: torch.Tensor,
+        starts: torch.Tensor,
+    ) -> Any:  # fmt: skip
+        return gated_delta_rule(query, key, value, 1.1 * log_decay, *others, starts=starts)
+
+    for rule in (ignore_documents, decay_more):
+        with pytest.raises(AssertionError, match="allowed 2e-02"):
+            compare_delta_rule(rule, CPU, has_decay_per_element=has_decay_per_element, factor=DELTA_FACTOR)
+
+
+def test_row_without_its_package_is_not_judged() -> None:
+    def run(device: torch.device) -> str:
+        raise NeedsPackage("fla-core")
+
+    assert canary.judge_row(Row("row", run), CPU) == (canary.NEEDS_PACKAGE, "fla-core is not installed")
 
 
 def test_rows_that_need_cuda_say_so() -> None:

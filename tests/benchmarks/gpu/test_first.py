@@ -63,6 +63,14 @@ def test_every_step_selects_cases(options: list[str], tmp_path: Path) -> None:
     assert set(first.LAYOUT_NAMES) <= {case.name for case in program.load_part("layouts").cases(machine)}
 
 
+def test_tables_leave_time_for_the_cases_of_a_step(options: list[str]) -> None:
+    for call in ("A", "B"):
+        for step in [step for step in CALLS[call] if step.program == "benchmark"]:
+            parsed = program.parse_args(first.command_of(step, first.parse_args([call, *options]))[3:])
+            parts = [program.load_part(name) for name in parsed.parts]
+            assert program.time_limit_s(parts, parsed.minutes * 60) > 0.6 * step.limit_s, step.name
+
+
 def test_step_is_killed_at_its_limit_and_next_one_runs(
     monkeypatch: pytest.MonkeyPatch, options: list[str], tmp_path: Path
 ) -> None:

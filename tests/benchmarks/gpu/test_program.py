@@ -271,7 +271,7 @@ def test_default_time_leaves_time_for_each_part_within_ten_minutes() -> None:
     remaining_s = program.parse_args([]).minutes * 60
     for part_idx in range(len(parts)):
         limit_s = program.time_limit_s(parts[part_idx:], remaining_s)
-        assert limit_s >= (20 if parts[part_idx].always_runs else 75)
+        assert limit_s >= (5 if parts[part_idx].always_runs else 75)
         remaining_s -= limit_s
     assert remaining_s >= 0
 

@@ -25,7 +25,7 @@ from benchmarks.gpu.wheels import (
 
 ROOT = Path(__file__).resolve().parents[3]
 PY312 = Target("3.12")
-BUNDLED = {"deepspeed", "orjson", "zstandard"}
+BUNDLED = {"deepspeed", "orjson", "zstandard", "fla-core"}
 """What of pyproject.toml a GPU machine is taken to lack."""
 
 MakeWheel = Callable[..., None]

@@ -10,6 +10,7 @@ import json
 import pickle
 import shutil
 import tarfile
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -27,7 +28,7 @@ from megatron.checkpoint.one_process import open_folder, read_full
 from megatron.checkpoint.torch_dist import settings
 from megatron.checkpoint.torch_dist.checkpoint import TorchDistCheckpoint, open_torch_dist
 from megatron.checkpoint.torch_dist.export import ExportOptions, export_torch_dist
-from megatron.checkpoint.torch_dist.folder import TorchDistFolder, find_iteration, read_folder
+from megatron.checkpoint.torch_dist.folder import TorchDistFolder, _adam_steps, find_iteration, read_folder
 from megatron.checkpoint.torch_dist.index import TorchDistIndex, read_index
 from megatron.checkpoint.torch_dist.inert_pickle import InertObject, read_inertly
 from megatron.checkpoint.torch_dist.reader import TorchDistReader
@@ -148,6 +149,13 @@ def read_raw(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
+def has_group_steps(path: Path) -> bool:
+    """Return True if a parameter group in ``common.pt`` has a number of updates."""
+    with zipfile.ZipFile(path / "common.pt") as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("data.pkl"))
+        return b"X\x04\x00\x00\x00step" in archive.read(name)  # a text of four bytes, as pickle encodes it
+
+
 def test_export_of_checkpoint_has_same_tensors_and_objects(written: Path, tmp_path: Path) -> None:
     checkpoint = open_folder(written)
     path, notes = export_torch_dist(
@@ -159,6 +167,7 @@ def test_export_of_checkpoint_has_same_tensors_and_objects(written: Path, tmp_pa
     original, exported = read_folder(written / ITERATION), read_folder(path)
     assert set(original.index.objects) - set(exported.index.objects) == set()
     assert exported.scheduler == original.scheduler and exported.adam_steps == original.adam_steps
+    assert not has_group_steps(written / ITERATION) and not has_group_steps(path)
     names = original.args.keys() & exported.args.keys() - {"params_dtype", *LAYOUT_ARGS}
     differing = {name: (original.args[name], exported.args[name]) for name in names}
     changed = {name: values for name, values in differing.items() if values[0] != values[1]}
@@ -177,12 +186,21 @@ def test_export_in_16_bits_keeps_main_params(written: Path, tmp_path: Path, is_d
     options = ExportOptions(uses_distributed_optimizer=is_distributed, dtype="bf16", has_expert_parallelism=True)
     path, _ = export_torch_dist(checkpoint, tmp_path, options)
     folder, again = read_folder(path), open_folder(tmp_path)
+    assert has_group_steps(path)
     assert folder.index.tensors["output_layer.weight"].dtype == "BF16"
     main_param = "param" if is_distributed else "fp32_param"
     assert folder.index.tensors[f"optimizer.state.{main_param}.output_layer.weight"].dtype == "F32"
     assert folder.sharding == ("fully_reshardable" if is_distributed else "")
     for name in checkpoint.names():
         assert torch.equal(read_full(checkpoint, name), read_full(again, name)), name
+
+
+def test_number_of_updates_is_that_of_the_parameters() -> None:
+    """Torch's AdamW leaves the number in a loaded group unchanged."""
+    state = {"state": {"common_step": 16}, "param_groups": [{"step": 13}, {"step": 13}]}
+    assert _adam_steps({0: state, 1: state}, memoryview(b"")) == 16
+    with pytest.raises(ValueError, match=r"different numbers of updates: \[15, 16\]"):
+        _adam_steps({0: state, 1: {"state": {"common_step": 15}}}, memoryview(b""))
 
 
 def test_export_rejects_existing_iteration_and_unknown_settings(written: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Gated DeltaNet and Kimi Delta Attention against the classes of transformers with the same weights.
 
 In fp64 with the classes' fp32 replaced (``fp64_instead_of_fp32``): output, gradient of the input and of every weight.
-As they are, the classes compute norms, decays and states in fp32.
+Without the replacement, the classes compute norms, decays and states in fp32.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class Case(NamedTuple):
         names: names of the class of the mixer and of its configuration.
         settings: settings of the configuration.
         variant: name in ``delta_samples.VARIANTS``.
-        to_ours: returns their weights, or their gradients, by our names.
+        to_ours: converts the weights of the class, or their gradients, to our names and shapes.
         overrides: further ``ModelArgs``.
     """
 
@@ -128,7 +128,7 @@ CASES = {
     "Kimi Linear": Case(
         "kimi_linear", ("KimiLinearDeltaAttention", "KimiLinearConfig"), KDA_SETTINGS, "kda", from_kimi
     ),
-    "Ling 2.5": Case(
+    "bailing_hybrid": Case(
         "bailing_hybrid", ("BailingHybridDeltaAttention", "BailingHybridConfig"), {"head_dim": KEY_SIZE},
         "kda, full gates", from_kimi,
     ),
@@ -136,7 +136,7 @@ CASES = {
 
 
 def make_theirs(case: Case) -> Any:
-    """Return the mixer of transformers with random weights, so that each of them matters."""
+    """Return the mixer of transformers with random weights, including those that are initialised to constants."""
     modeling = importlib.import_module(f"transformers.models.{case.module}.modeling_{case.module}")
     configuration = importlib.import_module(f"transformers.models.{case.module}.configuration_{case.module}")
     class_name, config_name = case.names

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.models.common.cache_slots import KVCacheSlots
+from megatron.models.common.delta_mixer import l2_norm
 from megatron.models.common.gated_delta_net import GatedDeltaNet
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import initialize
@@ -184,3 +185,20 @@ def test_each_projection_is_a_matrix() -> None:
 def test_rejects_key_heads_shared_by_tensor_ranks() -> None:
     with pytest.raises(ValueError, match="--linear-num-key-heads must be a multiple of --model-parallel-size, got 1"):
         make_mixer("gdn", ParallelContext(Group((0, 1), 0)), linear_num_key_heads=1)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decays_of_16_bit_inputs_are_fp32(variant: str) -> None:
+    """Decays near 1 would be rounded to multiples of 2^-8, and the product of many decays would be wrong."""
+    mixer = make_mixer(variant).to(torch.bfloat16)
+    inputs = mixer.project(random_tensor(0, LENGTH, BATCH, HIDDEN).to(torch.bfloat16))
+    assert inputs.log_decay.dtype == torch.float32
+    assert inputs.qkv.dtype == inputs.gate.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_norms_of_16_bit_queries_and_keys_are_computed_in_fp32(dtype: torch.dtype) -> None:
+    x = (300.0 * random_tensor(0, 3, 8)).to(dtype)  # squares exceed the largest number of fp16
+    normed = l2_norm(x)
+    assert normed.dtype == torch.float32
+    torch.testing.assert_close(normed.double(), l2_norm(x.double()), rtol=1e-6, atol=1e-7)

@@ -178,6 +178,15 @@ def test_unsupported_combinations_are_one_error() -> None:
     assert message in str(error.value)
 
 
+def test_norms_of_heads_are_rejected_and_norms_of_latents_are_accepted() -> None:
+    """Megatron's --qk-layernorm selects the norms of latents."""
+    with pytest.raises(ConfigError, match="does not support --qk-norm head: its norms are those of the latents"):
+        parse(f"{FLAGS} --qk-norm head".split(), world_size=1)
+    config = parse(f"{FLAGS} --qk-layernorm".split(), world_size=1)
+    assert config.model.qk_norm == "none"
+    assert config.shadowed == {"--qk-layernorm": "with --multi-latent-attention, the latents always have norms"}
+
+
 def test_longrope_has_a_factor_for_each_rotated_pair() -> None:
     flags = "--rotary-scaling longrope --rotary-short-factors [1.0] --rotary-long-factors [2.0]"
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Mamba2 against the mixers of transformers, documents, tensor ranks, cache, costs of training and weight decay."""
+"""Mamba2: transformers' mixers, documents, tensor and context ranks, caches, weight decay and 16-bit weights."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ SHARED: dict[str, Any] = {"hidden_size": HIDDEN, "mamba_num_heads": 8, "mamba_he
 
 @dataclass(frozen=True)
 class MixerCase:
-    """A mixer of transformers and the same settings in ours.
+    """A mixer of transformers, and the args of the same mixer here.
 
     Args:
-        name: model type and names of the mixer's and the configuration's class.
-        settings: of their configuration.
-        fields: of our ``ModelArgs``.
+        name: model type, name of the mixer's class, name of the configuration's class.
+        settings: arguments of the configuration's class.
+        fields: fields of ``ModelArgs``.
     """
 
     name: tuple[str, str, str]

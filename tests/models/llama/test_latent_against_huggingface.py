@@ -190,6 +190,7 @@ def test_kimi_k2_config_is_deepseek_v3() -> None:
     ("changes", "message"),
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"index_topk": 2048, "index_n_heads": 64}, "index_topk 2048: sparse attention .*an indexer.*DeepSeek-V3.2"),
         ({"rope_interleave": False}, "rope_interleave False"),
         ({"attention_bias": True}, "attention_bias True"),
         ({"norm_topk_prob": False}, "norm_topk_prob False"),

@@ -167,12 +167,38 @@ def test_config_round_trips_through_transformers(name: str) -> None:
         ("falcon_h1", {"mamba_proj_bias": True}, "mamba_proj_bias and projectors_bias that differ"),
         ("granitemoehybrid", {"attention_bias": True}, "attention_bias True"),
         ("granitemoehybrid", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("granitemoehybrid", {"normalization_function": "layernorm"}, "normalization_function 'layernorm'"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "sliding_attention", "mamba"]}, "with 'sliding_attention'"),
+        ("granitemoehybrid", {"layer_types": ["mamba", "attention"]}, "layer_types with 2 entries for num_hidden"),
+        ("granitemoehybrid", {"mamba_d_head": 10}, "mamba_n_heads x mamba_d_head 6 x 10 .supported: a product of 120"),
+        ("falcon_h1", {"mamba_d_head": 4}, "mamba_n_heads x mamba_d_head 6 x 4 .supported: a product of 30"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 1.0]}, "ssm_multipliers with 2 entries .supported: 5"),
+        ("falcon_h1", {"mamba_use_mlp": False}, "mamba_use_mlp False .supported: True"),
+        ("falcon_h1", {"attn_layer_indices": [0]}, "attn_layer_indices"),
+        ("mamba2", {"expand": 3}, "num_heads x head_dim 6 x 12 = 72 .supported: expand x hidden_size = 108"),
+        ("nemotron_h", {"layers_block_type": None, "hybrid_override_pattern": ""}, "pattern without letters"),
     ],
 )
 def test_unsupported_settings_are_named(name: str, changes: dict[str, Any], message: str) -> None:
     settings = {**MAMBA_CASES[name].huggingface_config().to_dict(), **changes}
     with pytest.raises(CheckpointError, match=message):
         config_from_huggingface(settings)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"mamba_n_groups": 3, "mamba_d_conv": 2, "mamba_dt_min": 0.5, "mamba_conv_bias": False},
+        {"layers_block_type": None, "hybrid_override_pattern": "M*-M"},
+        {"layers_block_type": None, "layer_types": ["mlp", "linear_attention", "mlp", "full_attention"]},
+        {"hybrid_override_pattern": "MMMM"},  # the list has precedence
+    ],
+)
+def test_former_keys_of_nemotron_h_are_read_as_by_the_class(keys: dict[str, Any]) -> None:
+    hf_config = MAMBA_CASES["nemotron_h"].huggingface_config()
+    settings = {**hf_config.to_dict(), **keys}
+    expected = type(hf_config).from_dict({key: value for key, value in settings.items() if value is not None})
+    assert config_from_huggingface(settings).model == config_from_huggingface(expected.to_dict()).model
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,16 @@ def test_missing_all_reduce_of_gradients_fails(monkeypatch: pytest.MonkeyPatch) 
         ("gpt2", "--model llama --num-experts 4 --expert-model-parallel-size 2 --mtp-num-layers 1 --gas 4 "
          "--pipe-parallel-size 2 --pipeline-schedule dualpipev --num-layers 4", 4),
         ("gpt2", "--optimizer muon --zero-stage 1 --layout-independent-dropout --model-parallel-size 2", 4),
-        ("gpt2", "--packing best-fit --model gemma3_text --window-size 9 --window-attn-skip-freq 2 "
-         "--num-query-groups 2 --model-parallel-size 2", 2),
+        ("gpt2", "--reset-attention-mask --reset-position-ids --model gemma3_text --window-size 9 "
+         "--window-attn-skip-freq 2 --num-query-groups 2 --model-parallel-size 2", 2),
+        ("gpt2", "--model qwen3_5_text --num-query-groups 2 --linear-attention-freq 2 --num-layers 4 "
+         "--sequence-parallel --linear-num-key-heads 4 --linear-num-value-heads 8 --mtp-num-layers 1 "
+         "--model-parallel-size 2 --context-parallel-size 2 --reset-attention-mask", 4),
+        ("gpt2", "--hybrid-layer-pattern M-*EM-*E --num-layers 8 --num-experts 4 --expert-model-parallel-size 2 "
+         "--pipe-parallel-size 2 --pipeline-schedule zb-v --gas 4 --zero-stage 1 --mamba-num-groups 2 "
+         "--reset-attention-mask", 4),
+        ("gpt2", "--experimental-attention-variant kimi_delta --num-layers 4 --linear-attention-freq 4 --zero-stage 3 "
+         "--linear-num-key-heads 4 --linear-num-value-heads 4 --optimizer muon --layout-independent-dropout", 2),
         ("t5", "--model-parallel-size 2 --pipe-parallel-size 2 --gas 4 --reset-attention-mask", 4),
         ("bert", "--pipe-parallel-size 2 --gas 4", 4),
     ],
