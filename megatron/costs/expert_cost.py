@@ -121,9 +121,15 @@ class ExpertCosts:
         width, shared = model.moe_ffn_hidden_size // num_shards, model.moe_shared_expert_intermediate_size // tensor
         num_local, entering = model.num_experts // self.ranks, self.matrices - 1
         products = [Product(tokens, h, model.num_experts)]
-        products += [Product(rows, h, entering * width, num_local), Product(rows, width, h, num_local)]
+        products += [
+            Product(rows, h, entering * width, num_local, is_quantizable=True),
+            Product(rows, width, h, num_local, is_quantizable=True),
+        ]
         if shared:
-            products += [Product(tokens, h, entering * shared, is_column=True), Product(tokens, shared, h)]
+            products += [
+                Product(tokens, h, entering * shared, is_column=True, is_quantizable=True),
+                Product(tokens, shared, h, is_quantizable=True),
+            ]
         return tuple(products)
 
     def saved_bytes(
