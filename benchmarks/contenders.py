@@ -472,10 +472,17 @@ def decoder_hf_step(model_sizes: LlamaSizes, batch_size: int, device_type: str, 
 
 
 _OURS: dict[str, Contender] = {"ours": our_step, "ours-compiled": partial(our_step, extra_flags="--compile")}
+_FP8: dict[str, Contender] = {"ours-fp8": partial(our_step, extra_flags="--fp8-format e4m3")}
 CONTENDERS: dict[str, dict[str, Contender]] = {
-    "gpt2": {**_OURS, "hf": hf_step, "plain": plain_step, "plain-compiled": partial(plain_step, is_compiled=True)},
+    "gpt2": {
+        **_OURS,
+        **_FP8,
+        "hf": hf_step,
+        "plain": plain_step,
+        "plain-compiled": partial(plain_step, is_compiled=True),
+    },
     "t5": {**_OURS, "hf": t5_hf_step},
-    "llama": {**_OURS, "hf": decoder_hf_step},
+    "llama": {**_OURS, **_FP8, "hf": decoder_hf_step},
     "youtu": {**_OURS, "hf": decoder_hf_step},
 }
 """Model -> name of a contender -> function that builds its training step."""

@@ -310,10 +310,11 @@ MODELS: dict[str, type[Sizes]] = {
     model_sizes.model: model_sizes for model_sizes in (GPTSizes, T5Sizes, LlamaSizes, YoutuSizes)
 }
 OURS = ("ours", "ours-compiled")
+FP8 = "ours-fp8"
 NAMES = {
-    "gpt2": (*OURS, "hf", "plain", "plain-compiled"),
+    "gpt2": (*OURS, FP8, "hf", "plain", "plain-compiled"),
     "t5": (*OURS, "hf"),
-    "llama": (*OURS, "hf"),
+    "llama": (*OURS, FP8, "hf"),
     "youtu": (*OURS, "hf"),
 }
 BARRED = {

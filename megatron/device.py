@@ -163,6 +163,13 @@ def default_precision(device_type: str) -> str:
     return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
 
 
+def compute_capability(device_type: str) -> tuple[int, int] | None:
+    """Return the compute capability of NVIDIA's GPUs, such as (9, 0); None for other devices, also for AMD's GPUs."""
+    if device_type != "cuda" or torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability()
+
+
 def missing_dtype(device_type: str, dtype: str | None) -> str | None:
     """Explain why a plug-in's device cannot compute in ``dtype``; None if it can. CPU and CUDA are not checked."""
     plugin = accelerators.find(device_type)

@@ -65,6 +65,45 @@ def join(outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat([output.flatten() for output in outputs])
 
 
+# Quantization to FP8.
+
+
+@kernel_row(
+    "quantization to FP8",
+    "row_maxima_kernel",
+    "column_maxima_kernel",
+    "quantize_rows_kernel",
+    "quantize_columns_kernel",
+)
+def fp8_quantization(device: torch.device) -> str:
+    """Bytes and maxima of rows and columns equal those of torch's operators on the CPU, also for NaN and zeros."""
+    from megatron.mpu import fp8_quantize
+
+    def quantize(x: torch.Tensor) -> list[torch.Tensor]:
+        rows, columns = fp8_quantize.row_maxima(x), fp8_quantize.column_maxima(x)
+        quantized = fp8_quantize.quantize_rows(x, rows), fp8_quantize.quantize_columns(x, columns)
+        return [rows.view(torch.int32), columns.view(torch.int32), *(tensor.view(torch.uint8) for tensor in quantized)]
+
+    x = random(0, 70, 5000, dtype=BF16).to(BF16) * torch.logspace(-20, 4, 70).unsqueeze(1).to(BF16)
+    x[3], x[5, 7], x[6, 9] = 0.0, float("nan"), float("inf")
+    actual = quantize(x.to(device))
+    with plain_path():
+        expected = quantize(x)
+    equal = [torch.equal(a.cpu(), b) for a, b in zip(actual, expected, strict=True)]
+    assert all(equal), f"equal row maxima, column maxima, rows, columns: {equal}"
+    return "the same bytes as on the CPU"
+
+
+@contextmanager
+def plain_path() -> Iterator[None]:
+    """Compute with torch's operators in the block, also in Triton's interpreter."""
+    is_available, triton_launch.is_available = triton_launch.is_available, lambda device: False
+    try:
+        yield
+    finally:
+        triton_launch.is_available = is_available
+
+
 # Rotary positions.
 
 NUM_GROUPS, HEADS_PER_GROUP, HEAD_SIZE, LENGTH, BATCH_SIZE = 2, 2, 48, 37, 2

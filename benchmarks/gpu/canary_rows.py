@@ -564,6 +564,55 @@ def _fp8_row(name: str, *, is_rowwise: bool) -> None:
         return f"rel-F {relative_error(out, exact):.1e} of the product of fp8 numbers"
 
 
+@row("linear layer with --fp8-format")
+def fp8_linear(device: torch.device) -> str:
+    """Output, input gradient and weight gradient, compared with the emulation on the CPU from the same bytes."""
+    if lacks_fp8(device):
+        return "not run: products in FP8 need compute capability 8.9"
+    from megatron.mpu.fp8 import ROWWISE, use_fp8
+    from megatron.mpu.groups import SINGLE
+    from tds.linear_function import linear
+
+    def run(device: torch.device) -> dict[str, torch.Tensor]:
+        x, weight, grad = (
+            random(seed, *shape, dtype=BF16).to(device, BF16).requires_grad_()
+            for seed, shape in enumerate(((96, 256), (160, 256), (96, 160)))
+        )
+        use_fp8(weight, ROWWISE, SINGLE, None)
+        y = linear(x, weight)
+        x_grad, weight_grad = torch.autograd.grad(y, (x, weight), grad.detach())
+        return {"y": y.detach(), "x grad": x_grad, "weight grad": weight_grad}
+
+    return compare(run(device), {name: t.double() for name, t in run(torch.device("cpu")).items()}, BF16)
+
+
+@row("experts with --fp8-format, one without rows")
+def fp8_experts(device: torch.device) -> str:
+    """``_scaled_grouped_mm`` for output and input gradient, compared with the emulation on the CPU."""
+    if lacks_fp8(device):
+        return "not run: products in FP8 need compute capability 8.9"
+    from megatron.mpu.fp8 import ROWWISE, use_fp8
+    from megatron.mpu.groups import SINGLE
+    from megatron.ops.grouped import grouped_linear
+
+    def run(device: torch.device) -> dict[str, torch.Tensor]:
+        counts = torch.tensor([33, 0, 31], device=device)
+        x, grad = (random(seed, 64, size, dtype=BF16).to(device, BF16) for seed, size in ((0, 256), (1, 160)))
+        weights = [random(2 + idx, 160, 256, dtype=BF16).to(device, BF16).requires_grad_() for idx in range(3)]
+        for weight in weights:
+            use_fp8(weight, ROWWISE, SINGLE, None)
+        y = grouped_linear(x.requires_grad_(), weights, counts)
+        x_grad, *weight_grads = torch.autograd.grad(y, (x, *weights), grad)
+        return {"y": y.detach(), "x grad": x_grad, "weight grads": torch.stack(weight_grads)}
+
+    return compare(run(device), {name: t.double() for name, t in run(torch.device("cpu")).items()}, BF16)
+
+
+def lacks_fp8(device: torch.device) -> bool:
+    """Return True for a GPU without products in FP8. On a CPU, the rows test the emulation."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9)
+
+
 _fp8_row("fp8 product with one scale per tensor", is_rowwise=False)
 _fp8_row("fp8 product with one scale per row", is_rowwise=True)
 

@@ -56,7 +56,9 @@ from megatron.planner.machine import Machine as Planned
 from megatron.planner.microbenchmarks import TimingBudget
 from megatron.training.estimates import stage_memory
 
-OURS, COMPILED, HF, PLAIN = "ours", "ours-compiled", "hf", "plain"
+OURS, COMPILED, FP8, HF, PLAIN = "ours", "ours-compiled", "ours-fp8", "hf", "plain"
+FLAGS = {OURS: "", COMPILED: "--compile", FP8: "--fp8-format e4m3"}
+"""Contender of ours -> its flags."""
 GIB = 2**30
 PROCESS_BYTES = 0.7 * GIB
 """Bytes that a process needs for the driver's context and the workspaces of libraries."""
@@ -138,7 +140,7 @@ MODELS = (
         batches=(16, 8, 4, 2, 1),
     ),
     Model(
-        name="llama 7b slice s2048", title="LLaMA 7B, a slice", slices=llama_7b(2048), contenders=(OURS, HF),
+        name="llama 7b slice s2048", title="LLaMA 7B, a slice", slices=llama_7b(2048), contenders=(OURS, FP8, HF),
         batches=(4, 2, 1), steps=3,
     ),
     Model(
@@ -192,10 +194,8 @@ def models(*, is_dry: bool) -> Iterator[Model]:
 def make_run_config(model_sizes: Sizes, batch_size: int, device_type: str, contender: str = OURS) -> Any:
     """Return the configuration of our run on that type of device, in bf16, or in fp32 on a CPU."""
     dtype = "fp32" if device_type == "cpu" else "bf16"
-    compiled = "--compile" if contender == COMPILED else ""
-    return make_config(
-        model_sizes, f"--batch-size {batch_size} --{dtype} --device {device_type} --train-iters 1000 {compiled}"
-    )
+    flags = f"--batch-size {batch_size} --{dtype} --device {device_type} --train-iters 1000"
+    return make_config(model_sizes, f"{flags} {FLAGS.get(contender, '')}")
 
 
 def estimate_memory(model_sizes: Sizes, batch_size: int, device_type: str, contender: str = OURS) -> Memory:
@@ -210,7 +210,7 @@ def estimate_memory(model_sizes: Sizes, batch_size: int, device_type: str, conte
 def expected_bytes(model_sizes: Sizes, batch_size: int, contender: str) -> float:
     """Return the approximate GPU memory of a contender's process in bytes."""
     memory = estimate_memory(model_sizes, batch_size, "cuda", contender)
-    if contender in (OURS, COMPILED):
+    if contender in FLAGS:
         return ALLOCATOR_FACTOR * memory.total + PROCESS_BYTES
     parameters = registry.costs_of(make_config(model_sizes)).num_parameters
     targets = model_sizes.target_length if isinstance(model_sizes, T5Sizes) else model_sizes.seq_length
@@ -371,7 +371,7 @@ def row_of(
         "compile_s": row["compile_s"],
         "last_loss": row["losses"][-1],
     }
-    if name not in (OURS, COMPILED):
+    if name not in FLAGS:
         ours = row.get("speed_of_ours", {})
         return figures | {"speed_of_ours": {our_name: middle for our_name, (_, middle, _) in ours.items()}}
     memory = estimate_memory(run.model_sizes, run.batch_size, device_type, name).total
@@ -479,7 +479,7 @@ def planned_times(machine: Machine, planner_machine: Planned) -> Iterator[tuple[
             continue
         model_sizes = FAMILIES[figures["family"]](**figures["sizes"])
         rows = {}
-        for contender in (OURS, COMPILED):
+        for contender in FLAGS:
             if contender in figures["contenders"]:
                 measured = figures["contenders"][contender]["ms"]
                 ms = planner_ms(model_sizes, figures["batch_size"], planner_machine, machine.device_type, contender)

@@ -21,6 +21,8 @@ def fp8_problems(config: Config) -> Iterator[str]:
     got = f"got --fp8-format {precision.fp8_format}"
     if precision.dtype not in (None, "bf16", "fp64"):  # fp64: comparisons of layouts
         yield f"--fp8-format needs --bf16, the format of everything that is not in FP8, got --{precision.dtype}"
+    if precision.dtype is None and "bf16" in precision.excluded:
+        yield f"--fp8-format needs bf16, but the JSON has bf16.enabled false, {got}. Enable it, or remove --fp8-format"
     if config.family_config.KIND != "decoder":
         yield f"--fp8-format is supported in decoders only, {got} and --model {config.family}. Remove it"
         return

@@ -443,7 +443,8 @@ def check_device(config: Config, has_gpu: bool, has_bf16: bool = True) -> None:
 def resolve_dtype(config: Config, device_default: str) -> Config:
     """Return ``config`` with the stated number format, or with the device's default.
 
-    The default is ``device_default``, or the next of bf16, fp16 and fp32 if the JSON disables that format.
+    The default is ``device_default``, or the next of bf16, fp16 and fp32 if the JSON disables that format. With
+    --fp8-format, the default is bf16 on every device.
 
     Raises:
         ConfigError: the format is fp16, and flags of a dynamic loss scale were given together with a fixed scale.
@@ -451,6 +452,8 @@ def resolve_dtype(config: Config, device_default: str) -> Config:
     if config.precision.dtype is not None:
         return config
     excluded = config.precision.excluded
+    if config.precision.fp8_format is not None:
+        device_default = "bf16"
     order = FALLBACKS[FALLBACKS.index(device_default) :] if device_default in FALLBACKS else (device_default,)
     dtype = next(name for name in order if name not in excluded)
     notes = list(config.notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from megatron.costs.memory import (
@@ -38,6 +38,7 @@ class Product:
     Args:
         is_column: the weight is column parallel, so the tensor ranks all-reduce the input gradient.
         is_distributed: the matrices belong to experts that are distributed over the data x context ranks.
+        is_quantizable: in a layer in FP8 (``Work.fp8_recipe``), output and input gradient are computed in FP8.
     """
 
     rows: int
@@ -46,6 +47,7 @@ class Product:
     count: float = 1.0
     is_column: bool = False
     is_distributed: bool = False
+    is_quantizable: bool = False
 
     @property
     def flops(self) -> float:
@@ -72,6 +74,8 @@ class Work:
         operations: kernel count.
         reduced_bytes: bytes per activation all-reduce over the tensor ranks in forward.
         backward_reduced_bytes: bytes per all-reduce in backward.
+        fp8_recipe: recipe of the products that are ``is_quantizable``; "": they are not in FP8.
+        maxima_bytes: with FP8, bytes of the row maxima that are all-reduced in addition to each tensor above.
     """
 
     products: tuple[Product, ...] = ()
@@ -79,10 +83,17 @@ class Work:
     operations: int = 0
     reduced_bytes: tuple[int, ...] = ()
     backward_reduced_bytes: tuple[int, ...] = ()
+    fp8_recipe: str = ""
+    maxima_bytes: int = 0
 
     @property
     def flops(self) -> float:
         return flops_of((*self.products, *self.core))
+
+    @property
+    def fp8_products(self) -> tuple[Product, ...]:
+        """The products whose output and input gradient are computed in FP8."""
+        return tuple(product for product in self.products if product.is_quantizable) if self.fp8_recipe else ()
 
 
 def flops_of(products: Sequence[Product]) -> float:
@@ -143,6 +154,15 @@ class Costs(ABC):
     @abstractmethod
     def flops_per_sample(self) -> float:
         """Forward and backward FLOPs per sample, without recompute."""
+
+    @property
+    def fp8_share(self) -> float:
+        """Share of ``flops_per_sample`` that is computed in FP8."""
+        return 0.0
+
+    def fp8_scratch_bytes(self, samples: int, tensor: int) -> int:
+        """Return the bytes of temporary tensors of the largest product in FP8."""
+        return 0
 
     @abstractmethod
     def unit_parameters(self, tensor: int = 1) -> list[int]:
@@ -405,6 +425,7 @@ class Costs(ABC):
         attention_scratch = self.attention_scratch_bytes(
             *size_args, sequence, saves_gathered_inputs=saves_gathered_inputs
         )
+        fp8_scratch = self.fp8_scratch_bytes(micro_batch_size, tensor)
         core = max(unit.core for unit in units) if is_selective else 0
         units = [unit.without_core() for unit in units] if is_selective else units
         hidden = max(unit.input for unit in units)
@@ -432,6 +453,7 @@ class Costs(ABC):
             logits = self.loss_bytes(*size_args, forwards=num_losses) if stage == stage_placement.last_stage else 0
             gathered = self._gathered_parameters(unit_ranges, tensor, zero, stages) if zero.stage == 3 else 0
             scratch += max(stage_attention_scratch - logits, 0)  # the logits are freed before the backward of attention
+            quantized = max(fp8_scratch - logits, 0) if has_layers else 0
             activations = forwards * saved_per_micro_batch // chunks + scratch
             memory = state.memory(
                 num_parameters,
@@ -457,6 +479,7 @@ class Costs(ABC):
                 message=hidden if stages > 1 else 0,
                 gathered=hidden * sequence if sequence > 1 else 0,
             )
+            memory = replace(memory, activations=memory.activations + quantized)
             estimates.append(buffers.apply_to(memory, state.gradient, zero))
         return estimates
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeVar
 from megatron.config.decoder import ALIBI, SEQUENTIAL, SHARED_NORM, has_sinks, window_pattern
 from megatron.config.layer_features import LEARNABLE, VANILLA, has_rotary
 from megatron.config.layer_types import EXPERTS, MLP, NO_MLP, LayerType, has_attention, layer_types
+from megatron.config.optimizer import ROWWISE
 from megatron.config.recurrent import norm_placement_of
 from megatron.costs import memory
 from megatron.costs.cost import OPERATIONS, Costs, Product, SavedBytes, Shared, Work, flops_of, scores
@@ -38,6 +39,8 @@ ratio of 2.83 (h 256, v 8192, s 256, two CPU cores).
 """
 MAX_SAVED_PROBABILITIES = 2**24
 """Maximum number of probabilities that T5's blocked attention saves, as in ``megatron.ops.biased_attention``."""
+EMULATED_FP8_BYTES = 12
+"""Approximate temporary bytes per element of the factors in a product that emulates FP8."""
 GATHERED_COPIES = 4
 """Number of tensors of the size of a full sequence's keys and values in backward with context parallelism.
 
@@ -128,14 +131,17 @@ def attention_products(
     """
     h, queries, context = model.hidden_size, attention_width(model), context_width(model)
     entering = queries + (queries + context if keys_and_values is None else keys_and_values) + gates
-    return Product(tokens, h, entering // tensor, is_column=True), Product(tokens, context // tensor, h)
+    return (
+        Product(tokens, h, entering // tensor, is_column=True, is_quantizable=True),
+        Product(tokens, context // tensor, h, is_quantizable=True),
+    )
 
 
 def feed_forward_products(model: ModelDimensions, tokens: int, tensor: int) -> tuple[Product, ...]:
     """List the two products in a feed-forward layer; a gated layer computes gate and value in one product."""
     h, f = model.hidden_size, model.ff_hidden_size
-    entering = Product(tokens, h, (_num_matrices(model) - 1) * f // tensor, is_column=True)
-    return entering, Product(tokens, f // tensor, h)
+    entering = Product(tokens, h, (_num_matrices(model) - 1) * f // tensor, is_column=True, is_quantizable=True)
+    return entering, Product(tokens, f // tensor, h, is_quantizable=True)
 
 
 def head_cost(model: ModelDimensions) -> int:
@@ -236,6 +242,8 @@ class DecoderCosts(Costs):
         cuts_heads: context parallelism exchanges heads (all-to-all) rather than keys and values (all-gather).
         expert: ranks over which a layer's experts are distributed.
         cuts_experts: each expert is also sharded over the tensor ranks.
+        fp8_recipe: scales of products in FP8; "": no products in FP8.
+        num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: layers whose products are not in FP8.
     """
 
     is_causal: ClassVar[bool] = True
@@ -252,6 +260,9 @@ class DecoderCosts(Costs):
     cuts_heads: bool = field(default=False, kw_only=True)
     expert: int = field(default=1, kw_only=True)
     cuts_experts: bool = field(default=True, kw_only=True)
+    fp8_recipe: str = field(default="", kw_only=True)
+    num_layers_at_start_in_bf16: int = field(default=0, kw_only=True)
+    num_layers_at_end_in_bf16: int = field(default=0, kw_only=True)
 
     @property
     def num_parameters(self) -> int:
@@ -276,6 +287,28 @@ class DecoderCosts(Costs):
 
     def with_expert_ranks(self, ranks: int) -> DecoderCosts:
         return self if ranks == self.expert else replace(self, expert=ranks)
+
+    def is_fp8_layer(self, layer: int) -> bool:
+        """Return True if the products of a layer are in FP8."""
+        num_fp8_layers = self.model.num_layers - self.num_layers_at_end_in_bf16
+        return bool(self.fp8_recipe) and self.num_layers_at_start_in_bf16 <= layer < num_fp8_layers
+
+    @property
+    def fp8_share(self) -> float:
+        """See ``Costs``. Products of blocks are emulated in other formats, so their share is 0."""
+        if self.fp8_recipe != ROWWISE:
+            return 0.0
+        works = replace(self, context=1, expert=1).unit_work(1, 1, BYTES["bf16"])
+        return 2 * sum(flops_of(work.fp8_products) for work in works) / self.flops_per_sample
+
+    def fp8_scratch_bytes(self, samples: int, tensor: int) -> int:
+        """See ``Costs``. On CUDA, kernels write the quantized rows only; an emulation has copies in wider formats."""
+        is_emulated = self.is_on_cpu or self.fp8_recipe != ROWWISE
+        products = {product for work in self.unit_work(samples, tensor, 2) for product in work.fp8_products}
+        numel = [
+            product.rows * max(product.inner, product.columns) * product.count + product.weights for product in products
+        ]
+        return round(max(numel, default=0) * (EMULATED_FP8_BYTES if is_emulated else 1))
 
     @property
     def layer_types(self) -> tuple[LayerType, ...]:
@@ -751,6 +784,8 @@ class DecoderCosts(Costs):
                     operations=operations,
                     reduced_bytes=(hidden,) * (len(mixers) + num_mlp_reduces),
                     backward_reduced_bytes=(*mixers, *(hidden,) * num_mlp_reduces),
+                    fp8_recipe=self.fp8_recipe if self.is_fp8_layer(idx) else "",
+                    maxima_bytes=4 * (tokens + h) if self.fp8_recipe == ROWWISE and self.is_fp8_layer(idx) else 0,
                 )
             )
         num_heads = self.num_heads
@@ -928,6 +963,7 @@ def costs(config: Any, is_on_cpu: bool = False) -> Costs:
         has_segments=has_segments,
         uses_document_starts=needs_starts and mask_reason(config, "cpu" if is_on_cpu else "cuda") is None,
         **distribution,
+        **config.precision.fp8_layers(),
         **dropout_costs(config, is_on_cpu),
         **loss_costs(config, is_on_cpu),
     )

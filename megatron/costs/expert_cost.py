@@ -122,9 +122,15 @@ class ExpertCosts:
         num_local, entering = model.num_experts // self.ranks, self.matrices - 1
         products = [Product(tokens, h, model.num_experts)]
         expert_shapes = ((h, entering * width), (width, h))
-        products += [Product(rows, *shape, num_local, is_distributed=self.ranks > 1) for shape in expert_shapes]
+        products += [
+            Product(rows, *shape, num_local, is_distributed=self.ranks > 1, is_quantizable=True)
+            for shape in expert_shapes
+        ]
         if shared:
-            products += [Product(tokens, h, entering * shared, is_column=True), Product(tokens, shared, h)]
+            products += [
+                Product(tokens, h, entering * shared, is_column=True, is_quantizable=True),
+                Product(tokens, shared, h, is_quantizable=True),
+            ]
         return tuple(products)
 
     def saved_bytes(

@@ -61,15 +61,15 @@ class LatentCosts:
             key_tokens: tokens whose keys and values the rank projects: with context parallelism all tokens.
         """
         model, h, heads = self.model, self.model.hidden_size, self.model.num_attention_heads
-        query_down = (Product(tokens, h, model.q_lora_rank),) if model.q_lora_rank else ()
+        query_down = (Product(tokens, h, model.q_lora_rank, is_quantizable=True),) if model.q_lora_rank else ()
         gate = (Product(tokens, h, heads // tensor),) if model.attention_output_gate else ()
         return (
             *query_down,
             *gate,
-            Product(tokens, model.q_lora_rank or h, heads * model.kv_hidden_size // tensor),
-            Product(tokens, h, self.latent_size),
+            Product(tokens, model.q_lora_rank or h, heads * model.kv_hidden_size // tensor, is_quantizable=True),
+            Product(tokens, h, self.latent_size, is_quantizable=True),
             Product(key_tokens, model.kv_lora_rank, heads * (model.qk_head_dim + model.v_head_dim) // tensor),
-            Product(tokens, heads * model.v_head_dim // tensor, h),
+            Product(tokens, heads * model.v_head_dim // tensor, h, is_quantizable=True),
         )
 
     def saved_numel(

@@ -410,8 +410,37 @@ A key matches if the device name contains all of its words; the longest matching
 """
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Look up a GPU's peak dense 16-bit FLOP/s by name; None if it is not in ``PEAK_TFLOPS``."""
+FP8_GPUS = frozenset(PEAK_TFLOPS) - {"A100", "V100", "MI300X"}
+"""GPUs with products of e4m3 in ``torch._scaled_mm``. An MI300X has another FP8 format."""
+FP8_PEAK_RATIO = 2.0
+"""Peak FLOP/s in FP8 over peak FLOP/s in 16 bits."""
+
+
+def peak_flops(device_name: str, fp8_share: float = 0.0) -> float | None:
+    """Look up a GPU's peak dense 16-bit FLOP/s by name; None if it is not in ``PEAK_TFLOPS``.
+
+    Args:
+        fp8_share: share of the FLOPs in FP8. The result is then the rate at which the peaks of both formats compute
+            the two shares one after the other. On a GPU without FP8, the peak of 16 bits remains.
+    """
+    key = _gpu_key(device_name)
+    if key is None:
+        return None
+    peak = PEAK_TFLOPS[key] * 1e12
+    return mixed_peak(peak, fp8_share) if key in FP8_GPUS else peak
+
+
+def mixed_peak(peak: float, fp8_share: float) -> float:
+    """Return the peak FLOP/s if ``fp8_share`` of the FLOPs are in FP8, given the peak of 16 bits."""
+    return peak / (1 - fp8_share + fp8_share / FP8_PEAK_RATIO)
+
+
+def has_fp8(device_name: str) -> bool:
+    """Return True if the GPU is known to have products in FP8."""
+    return _gpu_key(device_name) in FP8_GPUS
+
+
+def _gpu_key(device_name: str) -> str | None:
     name = device_name.upper()
     keys = [key for key in PEAK_TFLOPS if all(word in name for word in key.split())]
-    return PEAK_TFLOPS[max(keys, key=len)] * 1e12 if keys else None
+    return max(keys, key=len, default=None)

@@ -106,10 +106,13 @@ class RowwiseProducts:
 
 
 def _reduced(maxima: Sequence[torch.Tensor], group: Group) -> Sequence[torch.Tensor]:
-    """Return the maxima over the ranks of ``group``, by one all-reduce. A NaN remains in the rank's own factor."""
+    """Return the maxima over the ranks of ``group``, by one all-reduce. NaN becomes infinity, which MAX propagates."""
     if group.size == 1:
         return maxima
-    packed = all_reduce(torch.cat([part.nan_to_num(float("inf")) for part in maxima]), group, dist.ReduceOp.MAX)
+    infinity = float("inf")
+    packed = all_reduce(
+        torch.cat([part.nan_to_num(infinity, posinf=infinity) for part in maxima]), group, dist.ReduceOp.MAX
+    )
     return packed.split([len(part) for part in maxima])
 
 
@@ -123,7 +126,7 @@ def scaled_product(
     Shapes:
         a [m, k], a_scales [m]; b [n, k], b_scales [n]; out [m, n], bf16 on CUDA
     """
-    if _uses_scaled_mm(a) and len(a):
+    if _uses_scaled_mm(a) and out.dtype != torch.float64 and len(a):
         a_column, b_row = a_scales.unsqueeze(1), b_scales.unsqueeze(0)
         return torch._scaled_mm(a, b.t(), scale_a=a_column, scale_b=b_row, out_dtype=out.dtype, out=out)
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from megatron.costs.cost import Costs
-from megatron.costs.memory import Memory
+from megatron.costs.memory import Memory, mixed_peak
 from megatron.models import registry
 from megatron.planner.layout import Layout
 from megatron.planner.machine import Machine
@@ -37,7 +37,7 @@ class Estimate:
         bubble: average share of a step that a stage waits for other stages.
         traffic: communication type -> bytes, seconds and hidden seconds on the busiest rank.
         flops: FLOPs per step for the full model, without recomputation; causal attention counts as half.
-        peak_flops: peak FLOP/s over all devices.
+        peak_flops: peak FLOP/s over all devices, weighted by the shares of 16 bits and FP8.
         tokens: tokens per step.
     """
 
@@ -119,7 +119,7 @@ class Planner:
             bubble=idle,
             traffic=traffic,
             flops=self.costs.flops_per_step(layout.global_batch_size),
-            peak_flops=world * peak,
+            peak_flops=world * (peak if self.machine.is_cpu else mixed_peak(peak, self.costs.fp8_share)),
             tokens=layout.global_batch_size * self.config.tokens_per_sample,
         )
 

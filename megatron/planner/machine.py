@@ -12,7 +12,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from megatron.costs.memory import PEAK_TFLOPS
+from megatron.costs.memory import PEAK_TFLOPS, has_fp8
 from megatron.errors import ConfigError
 
 # Factors for the matmuls and memory passes of a unit (an embedding, a layer, a norm or the head): from closed forms, or
@@ -271,6 +271,21 @@ class Machine:
                 return slow + share * (fast - slow)
         return table[-1][1]
 
+    def fp8_rate(self, side: float) -> float:
+        """Return the FLOP/s of products in FP8 with scales per row for this side; CPUs emulate them in fp32.
+
+        Raises:
+            ConfigError: the device has no products in FP8, or no rate for bf16.
+        """
+        if self.is_cpu:
+            return self.product_rate("fp32", side)
+        if not has_fp8(self.name):
+            raise ConfigError(
+                f"--fp8-format needs a GPU with products in FP8 (H100, H200, H20, GH200, B200, L40S), got {self.name}. "
+                "Remove --fp8-format"
+            )
+        return FP8_RATE_RATIO * self.product_rate("bf16", side)
+
     def idle(self, bubble: float) -> float:
         """Return a core's idle share of a step.
 
@@ -421,6 +436,9 @@ _PARSERS = {"intra": _parse_link, "inter": _parse_link, "product_flops": _parse_
 
 SIDES = ((64, 0.02), (128, 0.08), (256, 0.25), (512, 0.5), (1024, 0.75), (2048, 0.92), (4096, 1.0))
 """Side of a matmul -> its rate as a share of the rate of the largest matmuls."""
+FP8_RATE_RATIO = 1.6
+"""Rate of products in FP8 over the rate in bf16. The peaks have a ratio of 2, and kernels with a scale per row reach a
+smaller share of their peak. This is an assumption: no product was measured."""
 STREAM_SHARE = 0.8
 """Share of the memory bandwidth that elementwise kernels reach."""
 LINK_SHARE = 0.75

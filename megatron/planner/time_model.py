@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config.newton_schulz import newton_schulz_flops
+from megatron.config.optimizer import ROWWISE
 from megatron.costs.cost import Costs, Product, Work
 from megatron.costs.memory import BYTES, GRADIENT_SHARDING_STAGE, SavedBytes, State
 from megatron.planner.layout import Layout
@@ -22,12 +23,18 @@ from tds.schedule.simulate import SPLIT_SCHEDULES
 # | a pass | bytes saved / memory bandwidth; for the head, bytes of the logits | the same |
 # | operations | overhead per operation | twice as many |
 # | gradients of weights | | accumulated over micro-batches: 10 bytes per parameter in 16 bits, 12 bytes in 32 bits |
+# | quantization to FP8 | 5 bytes per element of both factors / memory bandwidth, 8 kernels per product | the same |
 #
+# In FP8 layers, output and input gradient of a product have the rate of FP8, and weight gradients that of 16 bits.
 # The machine's ``EfficiencyFactors`` multiply matmuls and passes, with separate factors for layers that are split over
 # tensor ranks. Recomputation adds a forward pass of the layers, or of the attention cores, to the backward pass.
 
 CORE_BACKWARD = 2.5
 """Ratio of backward to forward time of a fused attention core: backward recomputes the scores (5 matmuls for 2)."""
+QUANTIZATION_BYTES = 5
+"""Bytes read and written per element of a factor: maxima read 2 bytes, quantization reads 2 and writes 1."""
+QUANTIZATION_KERNELS = 8
+"""Kernels per product: for each factor, its maxima, its quantization, and two that compute the scales."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +65,9 @@ class OperationTimes:
     """Times of a unit's operations in seconds, before efficiency factors.
 
     Args:
-        products: matmuls with weights in forward.
-        columns: part of ``products`` in column-parallel layers.
+        products: matmuls with weights in forward; the matmuls for input gradients take the same time.
+        weight_grads: matmuls for weight gradients.
+        columns: part of ``weight_grads`` in column-parallel layers.
         core, core_backward: attention core in forward and in backward.
         activation_pass: one pass over the saved activations.
         score_pass: one pass over the attention scores.
@@ -71,6 +79,7 @@ class OperationTimes:
     """
 
     products: float
+    weight_grads: float
     columns: float
     core: float
     core_backward: float
@@ -98,7 +107,7 @@ class OperationTimes:
 
     @property
     def backward_terms(self) -> tuple[float, float, float]:
-        return 2 * self.products + self.core_backward, self.activation_pass, self.score_pass
+        return self.products + self.weight_grads + self.core_backward, self.activation_pass, self.score_pass
 
     @property
     def forward_fixed_s(self) -> float:
@@ -156,22 +165,22 @@ class ComputeModel:
         self, work: Work, saved: SavedBytes, parameters: int, logits: int | None, layout: Layout
     ) -> OperationTimes:
         machine = self._machine
-        products, core = (self._products(subset, layout.dtype) for subset in (work.products, work.core))
+        weight_grads, core = (self._products(subset, layout.dtype) for subset in (work.products, work.core))
+        quantization_s = self._quantization_s(work)
         activation_pass_s = saved.full / machine.memory_bandwidth
         is_head = logits is not None
         return OperationTimes(
-            products=products,
-            columns=self._products(
-                [activation_pass_s for activation_pass_s in work.products if activation_pass_s.is_column], layout.dtype
-            ),
+            products=weight_grads - self._fp8_gain_s(work, layout.dtype),
+            weight_grads=weight_grads,
+            columns=self._products([product for product in work.products if product.is_column], layout.dtype),
             core=core,
             core_backward=(2 if saved.core else CORE_BACKWARD) * core,
             activation_pass=(logits or 0) / machine.memory_bandwidth if is_head else activation_pass_s,
             score_pass=_scores(work) * BYTES[layout.dtype] / machine.memory_bandwidth,
             launch_overhead=work.operations * machine.overhead_s,
             grad_accumulation=(BYTES[layout.dtype] + 8) * parameters / machine.memory_bandwidth,
-            unscaled_forward=LAYER.forward.passes * activation_pass_s * is_head,
-            unscaled_backward=LAYER.backward.passes * activation_pass_s * is_head,
+            unscaled_forward=LAYER.forward.passes * activation_pass_s * is_head + quantization_s[0],
+            unscaled_backward=LAYER.backward.passes * activation_pass_s * is_head + quantization_s[1],
             core_pass=saved.core / machine.memory_bandwidth,
             is_recomputed=bool(saved.input),
         )
@@ -186,11 +195,31 @@ class ComputeModel:
             recompute_s = factors.forward.predict((operations.core, operations.core_pass, operations.score_pass))
         factor = factors.backward.products
         return Seconds(
-            forward, backward + recompute_s, recompute_s, factor * operations.products, factor * operations.columns
+            forward, backward + recompute_s, recompute_s, factor * operations.weight_grads, factor * operations.columns
         )
 
     def _products(self, products: Sequence[Product], dtype: str) -> float:
         return sum(product.flops / self._machine.product_rate(dtype, product.side) for product in products)
+
+    def _fp8_gain_s(self, work: Work, dtype: str) -> float:
+        """Return the time that the rate of FP8 saves in forward, compared with products in ``dtype``."""
+        if work.fp8_recipe != ROWWISE:  # products of blocks are emulated in bf16
+            return 0.0
+        fp8_s = sum(product.flops / self._machine.fp8_rate(product.side) for product in work.fp8_products)
+        return self._products(work.fp8_products, dtype) - fp8_s
+
+    def _quantization_s(self, work: Work) -> tuple[float, float]:
+        """Return the time to quantize the factors in (forward, backward)."""
+        machine = self._machine
+        forward = sum((product.rows * product.inner * product.count + product.weights) for product in work.fp8_products)
+        backward = sum(
+            (product.rows * product.columns * product.count + product.weights) for product in work.fp8_products
+        )
+        launch_s = QUANTIZATION_KERNELS * len(work.fp8_products) * machine.overhead_s
+        return (
+            QUANTIZATION_BYTES * forward / machine.memory_bandwidth + launch_s,
+            QUANTIZATION_BYTES * backward / machine.memory_bandwidth + launch_s,
+        )
 
 
 def _unit_type(unit: str) -> str:
@@ -209,6 +238,7 @@ def _scores(work: Work) -> float:
 # | type | per | a rank of n sends |
 # |---|---|---|
 # | tensor | all-reduce of activations of X bytes over t ranks | 2 (t - 1) / t X |
+# | ... in layers in FP8 | an all-reduce of row maxima for each all-reduce above: 4 bytes per token and row of the weight | 2 (t - 1) / t X |  # noqa: E501
 # | ... with sequence parallelism | instead of an all-reduce: in forward an all-gather and a reduce-scatter; in backward two all-gathers (of the output's gradient, and of the input again, which zb-h1 and compiled layers save) and a reduce-scatter | 2 (t - 1) / t X; 3 (t - 1) / t X |  # noqa: E501
 # | context | layer and micro-batch: keys, values of X bytes gathered twice, gradients scattered | 3 (c - 1) / c X |
 # | ... a2a | queries, keys, values, context of X bytes in forward and backward; again if recomputed | 2 (c - 1) / c^2 X |  # noqa: E501
@@ -369,7 +399,12 @@ class CommunicationModel:
                     (collective(size).repeated(times) for size in work.reduced_bytes for collective in collectives),
                     Traffic(),
                 )
-                cache[id(work)] = forward, self._backward_traffic(group, work, unit, layout, is_sharded)
+                backward = self._backward_traffic(group, work, unit, layout, is_sharded)
+                if work.maxima_bytes:
+                    maxima = group.all_reduce(work.maxima_bytes)
+                    forward += maxima.repeated(times * len(work.reduced_bytes))
+                    backward += maxima.repeated(len(work.backward_reduced_bytes))
+                cache[id(work)] = forward, backward
             traffic.append(cache[id(work)])
         return traffic
 

@@ -122,6 +122,13 @@ RULES = (
         "loss scale resumes in a run that has one, otherwise the loss scale starts as in a new run",
     ),
     Rule(
+        "--fp8-format, --fp8-recipe, --first-last-layers-bf16, --num-layers-at-start-in-bf16, "
+        "--num-layers-at-end-in-bf16",
+        ("precision.fp8_format", "precision.fp8_recipe", "precision.first_last_layers_bf16",
+         "precision.num_layers_at_start_in_bf16", "precision.num_layers_at_end_in_bf16"), WARNED,
+        "products are rounded as the current flags state from the next step on; FP8 has no state in a checkpoint",
+    ),
+    Rule(
         "--seed, dropout", ("run.seed", "model.attention_dropout", "model.hidden_dropout",
          "model.layout_independent_dropout"), WARNED,
         "dropout masks differ from the next step on",

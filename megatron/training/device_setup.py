@@ -16,6 +16,7 @@ from megatron import accelerators, device
 from megatron.accelerators import Accelerator, is_on
 from megatron.arguments import check_device
 from megatron.config import Config
+from megatron.config.optimizer import ROWWISE
 from megatron.errors import ConfigError
 from megatron.training.determinism import configure_determinism
 from megatron.training.fused_kernels import check_fused_kernels
@@ -57,7 +58,7 @@ def _activate_plugin(plugin: Accelerator) -> None:
 
 
 def check_device_fits(config: Config, device_type: str) -> None:
-    """Check that the device supports the requested precision and fused kernels.
+    """Check that the device supports the requested precision, FP8 and fused kernels.
 
     Raises:
         ConfigError: it does not support them.
@@ -68,7 +69,33 @@ def check_device_fits(config: Config, device_type: str) -> None:
         )
     elif problem := device.missing_dtype(device_type, config.precision.dtype):
         raise ConfigError(problem)
+    if problem := fp8_device_problem(config, device_type):
+        raise ConfigError(problem)
     check_fused_kernels(config, device_type)
+
+
+FP8_CAPABILITY, FP8_EXPERTS_CAPABILITY = (8, 9), (9, 0)
+"""Lowest compute capabilities with products in FP8, and with grouped products in FP8."""
+
+
+def fp8_device_problem(config: Config, device_type: str) -> str | None:
+    """Explain why the device has no products in FP8; None if it has them, or if they are not needed."""
+    precision = config.precision
+    if precision.fp8_format is None or device_type == "cpu":
+        return None
+    got = f"got --fp8-format {precision.fp8_format}"
+    if device_type != "cuda":
+        return f"products in FP8 are supported on CPUs and CUDA devices, {got} and --device {device_type}. Remove it"
+    has_experts = config.model.num_experts and precision.fp8_recipe == ROWWISE
+    needed = FP8_EXPERTS_CAPABILITY if has_experts else FP8_CAPABILITY
+    capability = device.compute_capability(device_type)
+    if capability is not None and capability >= needed:
+        return None
+    gpu_text = f"{device.name(device_type)} ({'no' if capability is None else '{}.{}'.format(*capability)})"
+    return (
+        f"products in FP8 {'of experts ' if has_experts else ''}need a GPU of NVIDIA with compute capability "
+        f"{needed[0]}.{needed[1]} or more, {got} on {gpu_text}. Remove --fp8-format"
+    )
 
 
 def check_deepspeed_device(device_type: str) -> None:

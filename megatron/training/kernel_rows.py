@@ -11,6 +11,7 @@ from megatron import device
 from megatron.config import Config
 from megatron.config.decoder import ALIBI, ROPE
 from megatron.config.layer_types import has_attention
+from megatron.config.optimizer import BLOCKWISE
 from megatron.costs.decoder_cost import mask_reason
 from megatron.models import registry
 from megatron.ops.attention import attention_kernels
@@ -72,6 +73,26 @@ def _operations_in_triton(config: Config) -> Iterator[str]:
     is_encoder = registry.family_of(config.family).model_type == "encoder"  # BERT's norms follow the residual sum
     if has_kernel and config.optimizer.zero_stage < 3 and not is_encoder:
         yield "norms with residual connections"
+
+
+def fp8_rows(config: Config, device_type: str, *, is_known_model: bool) -> Iterator[tuple[str, str]]:
+    """Yield the row on products in FP8.
+
+    Args:
+        is_known_model: the FLOPs of the model are known, because ``config`` describes it.
+    """
+    precision = config.precision
+    if precision.fp8_format is None:
+        return
+    layers = precision.fp8_layers()
+    first = layers["num_layers_at_start_in_bf16"]
+    last = config.model.num_layers - layers["num_layers_at_end_in_bf16"] - 1
+    kernels_text = "by kernels that have not been run on a GPU yet"
+    if device_type != "cuda" or precision.fp8_recipe == BLOCKWISE:
+        kernels_text = f"emulated in {'bf16' if device_type == 'cuda' else 'fp32'}"
+    share = registry.costs_of(config).fp8_share if is_known_model else 0.0
+    share_text = f", {100 * share:.0f} % of the FLOPs" if share else ""
+    yield "FP8", f"{precision.fp8_format}, {precision.fp8_recipe}, layers {first} to {last}{share_text}, {kernels_text}"
 
 
 def uses_dropout_kernel(config: Config, device_type: str) -> bool:

@@ -41,6 +41,7 @@ from megatron.training.step_engine import ForwardStep, StepEngine, StepSettings
 from megatron.training.world import World
 from megatron.training.zero3_init import build_module, is_weight_sharded, make_param_init
 from tds.device import move
+from tds.param_info import info_of
 from tds.partition import PartitionError
 from tds.schedule import LOOP
 
@@ -120,6 +121,7 @@ def build_weights(
     check_sequence_parallel(module, config.parallel.sequence_parallel)
     check_context_parallel(module, config.parallel.context_parallel_size)
     check_rate_patterns(config, module, world)
+    check_fp8(config, module, world)
     fused_kernels.set_norm_kernels(config, module)
     param_init = make_param_init(config, module, world, init_rule(config))
     if param_init is None:
@@ -170,6 +172,22 @@ def check_chunks(module: torch.nn.Module, chunks: int, placement: str = LOOP) ->
         raise ConfigError(
             f"--pipeline-placement must match the model, got {placement} and {built_placement}. Build it with "
             f'tds.PipelineModule(..., placement="{placement}"), or choose a schedule for {built_placement}'
+        )
+
+
+def check_fp8(config: Config, module: torch.nn.Module, world: World) -> None:
+    """Check that a weight of the model has products in FP8, if --fp8-format selects them. Collective.
+
+    Raises:
+        ConfigError: no rank has such a weight; the same on every rank.
+    """
+    if config.precision.fp8_format is None:
+        return
+    has_products = any(info_of(parameter).products is not None for parameter in module.parameters())
+    if not world.any_rank([has_products])[0]:
+        raise ConfigError(
+            f"--fp8-format needs layers with products in FP8, got --fp8-format {config.precision.fp8_format} and a "
+            "model without them. Call megatron.mpu.fp8.use_fp8 for the weights of your layers, or remove the flag"
         )
 
 

@@ -18,7 +18,7 @@ from megatron.mpu.shard import shard_of
 from megatron.training import determinism, device_setup, fused_kernels, kernel_rows
 from megatron.training.deepspeed_engine import reasons_for_deepspeed
 from megatron.training.dry_run import plan_rows
-from megatron.training.estimates import simulated_bubble
+from megatron.training.estimates import is_config_model, simulated_bubble
 from megatron.training.world import World
 from tds.grad_norm import is_counted_in_norm
 from tds.gradients import is_reduced_by_optimizer
@@ -68,6 +68,8 @@ def start_rows(
         yield "engine", f"DeepSpeed's, for {', '.join(reasons)}"
     yield from fused_kernels.fused_kernel_rows(config, world.device_type)
     yield from kernel_rows.fusion_rows(config, world.device_type)
+    is_known_model = is_config_model(config, parameter_counts)
+    yield from kernel_rows.fp8_rows(config, world.device_type, is_known_model=is_known_model)
     yield from kernel_rows.dropout_rows(config, world.device_type)
     yield from kernel_rows.loss_rows(config, world.device_type)
     yield from kernel_rows.triton_rows(config, world.device_type)

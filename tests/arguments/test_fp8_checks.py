@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron.arguments.validate import resolve_dtype
 from megatron.config import Config, parse
 from megatron.errors import ConfigError
 
@@ -49,6 +52,19 @@ def test_shards_of_blocks_start_at_blocks() -> None:
         ConfigError, match=r"and of 128 where tensor ranks shard them, got --ff-hidden-size = 576 / 2\."
     ):
         parse_line(f"{flags} --model-parallel-size 2", world_size=2)
+
+
+def test_default_number_format_is_bf16_on_every_device() -> None:
+    config = parse_line("")
+    assert config.precision.dtype is None
+    assert [resolve_dtype(config, default).precision.dtype for default in ("fp32", "fp16", "bf16")] == ["bf16"] * 3
+
+
+def test_json_without_bf16_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": false}}')
+    with pytest.raises(ConfigError, match="--fp8-format needs bf16, but the JSON has bf16.enabled false"):
+        parse_line(f"--deepspeed_config {path}")
 
 
 def test_t5_has_no_fp8() -> None:

@@ -33,6 +33,16 @@ SHAPES = {
         "llama",
         "--hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 2048 --batch-size 4",
     ),
+    "llama-7b-fp8": (
+        "llama",
+        "--hidden-size 4096 --ffn-hidden-size 11008 --num-attention-heads 32 --seq-length 2048 --batch-size 4 "
+        "--fp8-format e4m3",
+    ),
+    "moe-fp8": (
+        "llama",
+        "--hidden-size 2048 --ffn-hidden-size 5632 --num-attention-heads 16 --seq-length 2048 --batch-size 4 "
+        "--num-experts 8 --moe-router-topk 2 --fp8-format e4m3",
+    ),
     "gpt2-1.3b": (
         "gpt2",
         "--hidden-size 2048 --num-attention-heads 16 --hidden-bias --seq-length 2048 --batch-size 8",
@@ -54,7 +64,7 @@ LAYER_FLAGS = (
 )
 EXPERT_PARALLEL = "--expert-model-parallel-size 2"
 """Flag of a layer whose experts are distributed over two ranks, the second of which is simulated."""
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm")
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm")
 ATTENTION = ("attention", "_varlen_attn")
 """Parts of the names of attention kernels."""
 
@@ -154,7 +164,7 @@ def make_layer(device: Device, family: str, flags: str, extra: str) -> tuple[Run
     parallel = ParallelContext() if num_ranks == 1 else ParallelContext(expert=make_group(device, num_ranks))
     dtype = DTYPES[config.precision.dtype or "bf16"]
     with torch.device("meta"):
-        layer = TransformerLayer(model_args(config), parallel, 0)
+        layer = TransformerLayer(model_args(config, for_training=True), parallel, 0)
     for parameter in layer.parameters():
         fake = torch.empty(parameter.shape, dtype=dtype, device="cuda")
         runs.replace_parameter(parameter, torch.nn.Parameter(fake))

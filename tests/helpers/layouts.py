@@ -26,9 +26,13 @@ LAYOUTS = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (4, 1, 1), (1, 4, 1), (1, 1, 4), (2,
 
 
 def make_flags(tensor: int, pipe: int, *, micro_batch_size: int, gas: int, extra: str = "") -> list[str]:
-    """Return the command line of a layout; ``extra`` is last and takes precedence."""
+    """Return the command line of a layout; ``extra`` is last and takes precedence.
+
+    Multi-latent attention has no biases.
+    """
     layout = f"--model-parallel-size {tensor} --pipe-parallel-size {pipe} --batch-size {micro_batch_size} --gas {gas}"
-    return [*MODEL_FLAGS, *layout.split(), *extra.split()]
+    flags = [flag for flag in MODEL_FLAGS if flag != "--hidden-bias" or "--multi-latent-attention" not in extra]
+    return [*flags, *layout.split(), *extra.split()]
 
 
 def trace_rank(rank: int, argv: list[str], world_size: int, steps: int, eval_every: int) -> Trace:

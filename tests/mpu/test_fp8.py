@@ -292,3 +292,21 @@ def test_quantized_factors_are_those_of_one_process(size: int, sequence_parallel
                 for actual, whole in zip(call, (a, b, a_scales, b_scales), strict=True):
                     assert torch.equal(actual, whole), f"{name}, {'backward' if is_backward else 'forward'}"
             assert torch.equal(weight_grad, shard.narrow(whole_weight_grad))
+
+
+def forward_with_infinity(rank: int, size: int) -> torch.Tensor:
+    """Return the output of a row-parallel layer whose first rank has an infinite input."""
+    group = group_of_all_ranks(rank, size)
+    layer: Any = RowParallelLinear(F, H, bias=False, group=group).bfloat16()
+    fill_shard(layer.weight, W_DOWN)
+    use_fp8(layer.weight, ROWWISE, group, 1)
+    x = GRAD_UP.chunk(size, -1)[rank].clone()
+    if rank == 0:
+        x[1, 0, 3] = float("inf")
+    return layer(x).detach()
+
+
+def test_rows_that_are_not_finite_on_another_rank_are_nan() -> None:
+    for y in run_ranks(2, forward_with_infinity, 2):
+        assert y[1, 0].isnan().all()
+        assert y.flatten(0, 1)[[0, 1, 3, 4, 5, 6, 7]].isfinite().all()

@@ -7,7 +7,9 @@ fp64. An element that is quantized differently in two layouts would change the l
 from __future__ import annotations
 
 import pytest
+import torch
 
+from megatron.training.parity import Trace
 from tests.helpers.layouts import check_fp64, compare_layout, trace_layout, trace_one_process
 from tests.parity.test_schedules import INTERLEAVED, RECOMPUTE, SPLIT_CHUNKS, ZB_V, ZERO_BUBBLE
 
@@ -15,8 +17,8 @@ FP8 = "--fp8-format e4m3 --hidden-size 64"
 GATED = "--activation gated-silu --num-query-groups 2"
 BLOCKS = "--fp8-recipe blockwise --hidden-size 512 --ff-hidden-size 256 --activation gated-silu --num-layers 2"
 LATENT = (
-    "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 --qk-pos-emb-head-dim 16 "
-    "--v-head-dim 16 --position-embedding-type rope"
+    "--multi-latent-attention --q-lora-rank 32 --kv-lora-rank 16 --qk-head-dim 16 "
+    "--qk-pos-emb-head-dim 16 --v-head-dim 16 --position-embedding-type rope"
 )
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-shared-expert-intermediate-size 32"
 MTP = "--mtp-num-layers 1"
@@ -84,3 +86,29 @@ def test_bf16_layouts_agree_within_rounding() -> None:
 @pytest.mark.parametrize("grid", [(1, 1, 2), (2, 1, 2), (1, 2, 2)])
 def test_distributed_experts_equal_single_process(grid: tuple[int, int, int]) -> None:
     check_layout(grid, 2, f"{EXPERTS} {SP if grid[0] > 1 else ''}", "--expert-model-parallel-size 2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["", GATED, EXPERTS, BLOCKS])
+def test_split_backward_passes_change_no_bit_in_bf16(extra: str) -> None:
+    plain, split = (
+        trace_layout(1, 2, 1, 2, 4, f"--bf16 {FP8} {extra} {schedule}")
+        for schedule in ("--pipeline-schedule 1f1b", ZERO_BUBBLE)
+    )
+    for actual, expected in zip(split, plain, strict=True):
+        check_equal(actual, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extra", ["", GATED, EXPERTS, BLOCKS])
+def test_recomputation_changes_no_bit_in_bf16(extra: str) -> None:
+    flags = f"--bf16 {FP8} {extra}"
+    check_equal(trace_one_process(4, 2, f"{flags} {RECOMPUTE}"), trace_one_process(4, 2, flags))
+
+
+def check_equal(actual: Trace, expected: Trace) -> None:
+    """Check that losses, gradients and weights of two traces of a rank are equal to the bit."""
+    assert actual.losses == expected.losses and actual.grad_norms == expected.grad_norms
+    for shards, expected_shards in ((actual.gradients, expected.gradients), (actual.weights, expected.weights)):
+        assert shards.keys() == expected_shards.keys()
+        assert all(torch.equal(shards[name][1], expected_shards[name][1]) for name in shards)

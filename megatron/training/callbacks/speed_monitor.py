@@ -64,7 +64,7 @@ class SpeedMonitor(Callback):
 
     def on_train_start(self) -> None:
         trainer, config = self.trainer, self.trainer.config
-        self.peak_flops = peak_of_all_ranks(trainer.world)
+        self.peak_flops = peak_of_all_ranks(trainer.world, fp8_share(config, self.param_counts))
         self.rates = Rates(config, self.peak_flops, self.param_counts)
         self._num_remeasurements_left = MAX_REMEASUREMENTS if trainer.world.device_type == "cpu" else 0
         self._predict_bubble: Callable[[int], float] = make_bubble_estimator(
@@ -204,10 +204,19 @@ def _is_above_one(mfu: float | None) -> bool:
     return mfu is not None and mfu > 1
 
 
-def peak_of_all_ranks(world: World) -> float | None:
-    """Return the total peak FLOP/s over all devices: from a table for GPUs, measured on CPUs. Collective."""
+def fp8_share(config: Config, param_counts: Sequence[int]) -> float:
+    """Return the share of the FLOPs in FP8; 0 for a user's model, whose products are unknown."""
+    return registry.costs_of(config).fp8_share if is_config_model(config, param_counts) else 0.0
+
+
+def peak_of_all_ranks(world: World, fp8_share: float = 0.0) -> float | None:
+    """Return the total peak FLOP/s over all devices: from a table for GPUs, measured in fp32 on CPUs. Collective.
+
+    Args:
+        fp8_share: share of the FLOPs in FP8, which have a higher peak on GPUs.
+    """
     if world.device_type != "cpu":
-        peak = peak_flops(device.name(world.device_type))
+        peak = peak_flops(device.name(world.device_type), fp8_share)
         return peak * world.grid.topology.world_size if peak else None
     total = torch.tensor([_measure_matmul_flops()], dtype=torch.float64)
     return all_reduce(total, world.grid.world).item()

@@ -19,7 +19,7 @@ def uncovered_parts(config: Config, device_type: str, *, needs_deepspeed: bool =
 
 
 def _parts(config: Config, device_type: str, needs_deepspeed: bool) -> Iterator[str]:
-    yield f"{config.precision.dtype or _default_dtype(device_type)} rounding"
+    yield f"{config.precision.dtype or _default_dtype(config, device_type)} rounding"
     if config.precision.fp8_format and has_sharded_blocks(config):
         yield "FP8"
     if device_type != "cpu":
@@ -40,6 +40,6 @@ def _parts(config: Config, device_type: str, needs_deepspeed: bool) -> Iterator[
         yield "schedules of batch size and sequence length"
 
 
-def _default_dtype(device_type: str) -> str:
+def _default_dtype(config: Config, device_type: str) -> str:
     """Return a device type's usual number format."""
-    return "fp32" if device_type == "cpu" else "bf16"
+    return "fp32" if device_type == "cpu" and config.precision.fp8_format is None else "bf16"
