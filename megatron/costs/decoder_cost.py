@@ -896,7 +896,7 @@ def dropout_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
     }
 
 
-def loss_costs(config: Any, is_on_cpu: bool) -> dict[str, bool]:
+def loss_costs(config: Any, is_on_cpu: bool) -> dict[str, Any]:
     """Choose the arguments to ``DecoderCosts`` that determine the loss memory.
 
     The planner cannot check if Triton is installed, and assumes it, because torch's CUDA builds include Triton. Without

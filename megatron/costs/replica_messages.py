@@ -130,7 +130,8 @@ def chunk_weights(costs: Costs, start: int, stop: int, tensor: int = 1, *, has_p
     """
     parameters, experts = costs.unit_parameters(tensor), costs.distributed_parameters(tensor)
     names, works = costs.unit_names, costs.unit_work(1, tensor, 2)
-    units, outside = [], []
+    units: list[UnitWeights] = []
+    outside: list[int] = []
     for n in range(start, stop):
         matrices: list[int] = []
         for product in works[n].products if not experts[n] else ():
