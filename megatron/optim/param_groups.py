@@ -174,7 +174,7 @@ def build_optimizer(
     def build_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         if bf16_states or quantized_states:
             state_dtypes = dict.fromkeys(bf16_states, torch.bfloat16)
-            adam_args = {"lr": lr, "betas": betas, "eps": epsilon}
+            adam_args: dict[str, Any] = {"lr": lr, "betas": betas, "eps": epsilon}
             return AdamW(groups, **adam_args, state_dtypes=state_dtypes, quantized=quantized_states)
         if adam is not None:
             return adam(groups, lr=lr, betas=betas, eps=epsilon)
