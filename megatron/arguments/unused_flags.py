@@ -282,6 +282,12 @@ def format_problems(config: Config) -> Iterator[str]:
             f"{config.optimizer.zero_stage}, which shards them over the replicas. Use --zero-stage 0, or "
             "--checkpoint-format native"
         )
+    if config.optimizer.quantized_states:
+        flags = " and ".join(f"--{name.replace('_', '-')}-dtype 8bit" for name in config.optimizer.quantized_states)
+        yield (
+            f"--checkpoint-format deepspeed stores states in the dtype of main params, got {flags}. Use "
+            "--checkpoint-format native, which stores them in fp32, or remove it"
+        )
     if config.stability.stability_guard == "rollback":
         yield (
             "--stability-guard rollback needs checkpoints in the native format, got --checkpoint-format deepspeed. "

@@ -188,13 +188,14 @@ class OptimizerConfig:
     exp_avg_dtype: str = option(
         "fp32",
         "data type of AdamW's first moment; fp32: that of the main params. The update is computed in fp32 and the "
-        "state is rounded afterwards",
-        choices=("fp32", "bf16"),
+        "state is rounded afterwards. 8bit: torchao's format with a scale for 256 elements; needs torchao",
+        choices=("fp32", "bf16", "8bit"),
     )
     exp_avg_sq_dtype: str = option(
         "fp32",
-        "data type of AdamW's second moment; in bf16 it cannot decay with --adam-beta2 above 0.996",
-        choices=("fp32", "bf16"),
+        "data type of AdamW's second moment; in bf16 it cannot decay with --adam-beta2 above 0.996; 8bit as for "
+        "--exp-avg-dtype",
+        choices=("fp32", "bf16", "8bit"),
     )
     sgd_momentum: float = option(0.0, "with --optimizer sgd: momentum; 0: none", minimum=0, below=1)
     muon_momentum: float = option(0.95, "with --optimizer muon: momentum", minimum=0, below=1)
@@ -302,7 +303,15 @@ class OptimizerConfig:
     @property
     def bf16_states(self) -> tuple[str, ...]:
         """AdamW's states that are stored in bf16, by their names in checkpoints."""
-        return tuple(name for name in ("exp_avg", "exp_avg_sq") if getattr(self, f"{name}_dtype") == "bf16")
+        return self._states_in("bf16")
+
+    @property
+    def quantized_states(self) -> tuple[str, ...]:
+        """AdamW's states that are stored in 8 bits, by their names in checkpoints."""
+        return self._states_in("8bit")
+
+    def _states_in(self, dtype: str) -> tuple[str, ...]:
+        return tuple(name for name in ("exp_avg", "exp_avg_sq") if getattr(self, f"{name}_dtype") == dtype)
 
     @property
     def is_muon(self) -> bool:
@@ -342,8 +351,9 @@ class OptimizerConfig:
             yield "--lr-decay-style exponential needs --min-lr above 0, got 0: its curve never reaches 0. Set --min-lr"
 
     def _state_problems(self) -> Iterator[str]:
-        """Yield an error message if the optimizer does not support bf16 states."""
-        flags = ", ".join(f"--{name.replace('_', '-')}-dtype" for name in self.bf16_states)
+        """Yield an error message if the optimizer does not support states in bf16 or 8 bits."""
+        names = (*self.bf16_states, *self.quantized_states)
+        flags = ", ".join(f"--{name.replace('_', '-')}-dtype" for name in names)
         if flags and not (self.is_muon or self.optimizer == "adamw"):
             got = f"got --optimizer {self.optimizer}"
             yield f"{flags} applies to AdamW only, {got}. Remove it, or use --optimizer adamw"

@@ -386,6 +386,7 @@ class Costs(ABC):
         dtype: str = "fp32",
         optimizer: str = "adamw",
         num_bf16_states: int = 0,
+        num_8bit_states: int = 0,
         zero: Zero = NO_ZERO,
         checkpoint_activations: bool = False,
         is_selective: bool = False,
@@ -403,7 +404,7 @@ class Costs(ABC):
         overheads are not counted.
 
         Args:
-            num_bf16_states: how many of AdamW's two states are stored in bf16.
+            num_bf16_states, num_8bit_states: how many of AdamW's two states are stored in bf16 and in 8 bits.
             zero: sharding and offload for weights, gradients and optimizer states.
             is_selective: only the attention cores are recomputed.
             sequence: see ``unit_saved_bytes``.
@@ -413,7 +414,7 @@ class Costs(ABC):
                 backward.
         """
         stages = (len(bounds) - 1) // chunks
-        state = State.for_optimizer(dtype, optimizer, num_bf16_states)
+        state = State.for_optimizer(dtype, optimizer, num_bf16_states, num_8bit_states)
         size_args = (micro_batch_size, tensor, state.width)
         stage_placement = Placement(stages, chunks, placement)
         names = candidate_schedules(schedule, chunks, placement)

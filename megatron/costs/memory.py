@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from megatron.config.loss_chunk import UNCHUNKED, tokens_per_chunk
@@ -15,7 +16,7 @@ from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 # fp32 weights take 16 bytes and fp64 weights 32. SGD has no moments. Muon has one momentum for layer matrices (14
 # bytes instead of 18) and AdamW's states for other weights. Adaptive Muon has a second moment per element too
 # (adamuon), or one per row or column (normuon, not counted). Adafactor's means of rows and columns are small and not
-# counted. An AdamW state in bf16 takes 2 bytes instead of 4. With AdamW and ZeRO over d replicas:
+# counted. An AdamW state in bf16 takes 2 bytes instead of 4, in 8 bits 1.016. With AdamW and ZeRO over d replicas:
 #
 # | bytes per parameter | 16 bits | fp32 |
 # |---|---|---|
@@ -40,6 +41,8 @@ from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 # costs of T5's layers include relative biases and the probabilities of blocked attention on a CPU. For other models,
 # probabilities count (5 a s / h times s b h) with attention dropout on a CPU or with --layout-independent-dropout.
 
+EIGHT_BIT_BYTES = 1 + Fraction(4, 256)
+"""Bytes per element of a state in 8 bits: a code, and a scale in fp32 for each block of 256 elements."""
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -100,21 +103,26 @@ class State:
 
     width: int
     gradient: int
-    optimizer: int
-    saved: int = 0
+    optimizer: int | Fraction
+    saved: int | Fraction = 0
 
     @classmethod
-    def for_optimizer(cls, dtype: str, optimizer: str, num_bf16_states: int = 0) -> State:
+    def for_optimizer(cls, dtype: str, optimizer: str, num_bf16_states: int = 0, num_8bit_states: int = 0) -> State:
         """Choose the bytes per parameter.
 
         Args:
             optimizer: ``OptimizerConfig.state_type``.
             num_bf16_states: how many of AdamW's two states are stored in bf16.
+            num_8bit_states: how many of them are stored in 8 bits. The formula includes the states of small
+                parameters, which are stored in fp32.
         """
         width = BYTES[dtype]
         wide = max(width, 4)
         main_param = wide if width < 4 else 0
-        moments = (2 - num_bf16_states) * wide + num_bf16_states * BYTES["bf16"]
+        num_wide = 2 - num_bf16_states - num_8bit_states
+        moments: int | Fraction = num_wide * wide + num_bf16_states * BYTES["bf16"]
+        if num_8bit_states:
+            moments += num_8bit_states * EIGHT_BIT_BYTES
         if optimizer == "adamuon":
             return cls(width, wide, main_param + moments, moments - 2 * wide)
         states = {"adamw": moments, "muon": moments, "momentum": wide}.get(optimizer, 0)
@@ -142,7 +150,7 @@ class State:
         """
         wide, is_sharded = max(self.width, 4), zero.stage == 3
 
-        def shard_bytes(width: int, stage: int, saved: int = 0) -> int:
+        def shard_bytes(width: int | Fraction, stage: int, saved: int | Fraction = 0) -> int:
             """Return this rank's bytes of a part with ``width`` bytes per parameter, sharded from ``stage`` on.
 
             Args:

@@ -2,7 +2,7 @@
 
 | name | implementation | state of a matrix [m, n] |
 |---|---|---|
-| adamw | ``torch.optim.AdamW``; ``megatron.optim.adam`` if states are in bf16 | two moments, [m, n] each |
+| adamw | ``torch.optim.AdamW``; ``megatron.optim.adam`` if states are in bf16 or 8 bits | two moments, [m, n] each |
 | adafactor | ``torch.optim.Adafactor`` | mean squares of its rows [m, 1] and of its columns [1, n] |
 | muon | ``megatron.optim.muon`` for matrices of layers, otherwise as adamw | a momentum [m, n] |
 | sgd | ``torch.optim.SGD`` | with momentum ``momentum_buffer`` [m, n], otherwise none |
@@ -118,6 +118,7 @@ def build_optimizer(
     muon: MuonArgs | None = None,
     rates: Mapping[torch.nn.Parameter, ParamRate] | None = None,
     bf16_states: Sequence[str] = (),
+    quantized_states: Sequence[str] = (),
 ) -> MixedPrecisionOptimizer:
     """Build the optimizer ``name``. For arguments not listed see ``MixedPrecisionOptimizer`` and ``ParamStore``.
 
@@ -128,6 +129,7 @@ def build_optimizer(
         muon: settings of Muon.
         rates: settings of individual parameters that differ from the defaults.
         bf16_states: states that AdamW stores in bf16: ``exp_avg``, ``exp_avg_sq`` or both.
+        quantized_states: states that AdamW stores in 8 bits.
 
     Raises:
         ValueError: there is no optimizer of that name, or Adafactor is used with several tensor ranks.
@@ -170,9 +172,10 @@ def build_optimizer(
         return build_adam(groups)
 
     def build_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        if bf16_states:
+        if bf16_states or quantized_states:
             state_dtypes = dict.fromkeys(bf16_states, torch.bfloat16)
-            return AdamW(groups, lr=lr, betas=betas, eps=epsilon, state_dtypes=state_dtypes)
+            adam_args: dict[str, Any] = {"lr": lr, "betas": betas, "eps": epsilon}
+            return AdamW(groups, **adam_args, state_dtypes=state_dtypes, quantized=quantized_states)
         if adam is not None:
             return adam(groups, lr=lr, betas=betas, eps=epsilon)
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=epsilon, fused=True)

@@ -170,6 +170,7 @@ class Planner:
             dtype=layout.dtype,
             optimizer=layout.optimizer,
             num_bf16_states=layout.num_bf16_states,
+            num_8bit_states=layout.num_8bit_states,
             zero=layout.zero,
             checkpoint_activations=layout.recompute == "full",
             is_selective=layout.recompute == "selective",

@@ -31,7 +31,7 @@ class Layout:
         expert: ranks of the data and context axes that share a layer's experts.
         recompute: "none", "selective" (the attention core), "full" (each layer from its input).
         sequence_parallel: tokens are split over the tensor ranks between the matmuls.
-        num_bf16_states: number of AdamW states (of two) stored in bf16.
+        num_bf16_states, num_8bit_states: number of AdamW states (of two) stored in bf16 and in 8 bits.
         overlap_grad_reduce: gradients are all-reduced over the replicas during the last backward.
         overlaps_tensor: activation gradients are all-reduced over the tensor ranks while weight gradients are computed.
         is_compiled: each layer is compiled.
@@ -56,6 +56,7 @@ class Layout:
     dtype: str = "bf16"
     optimizer: str = "adamw"
     num_bf16_states: int = 0
+    num_8bit_states: int = 0
     overlap_grad_reduce: bool = True
     overlaps_tensor: bool = True
     is_compiled: bool = False
@@ -93,6 +94,11 @@ class Layout:
     def expert_replicas(self) -> int:
         """Number of ranks with the same experts."""
         return self.data * self.context // self.expert
+
+    @property
+    def state_bytes(self) -> memory.State:
+        """Bytes per parameter of weights, gradients and optimizer states."""
+        return memory.State.for_optimizer(self.dtype, self.optimizer, self.num_bf16_states, self.num_8bit_states)
 
     @property
     def zero(self) -> memory.Zero:
@@ -145,6 +151,7 @@ def layout_of(config: Any, world_size: int) -> Layout:
         dtype=config.precision.dtype or "bf16",
         optimizer=optimizer.state_type,
         num_bf16_states=len(optimizer.bf16_states),
+        num_8bit_states=len(optimizer.quantized_states),
         overlap_grad_reduce=parallel.overlap_grad_reduce,
         overlaps_tensor=not parallel.compile,
         is_compiled=parallel.compile,

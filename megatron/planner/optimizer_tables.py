@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from megatron.arguments import config_from_values
 from megatron.config import Config
@@ -23,13 +24,15 @@ GPU = "h100-80g"
 SAMPLES, SEQ_LENGTH = 512, 4096
 GIGABYTE = 1e9
 OPTIMIZERS = (
-    ("AdamW", "adamw", 0),
-    ("AdamW, `--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16`", "adamw", 2),
-    ("Muon", "muon", 0),
-    ("SGD with momentum", "momentum", 0),
-    ("Adafactor", "adafactor", 0),
+    ("AdamW", "adamw", 0, 0),
+    ("AdamW, `--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16`", "adamw", 2, 0),
+    ("AdamW, `--exp-avg-dtype 8bit --exp-avg-sq-dtype 8bit`", "adamw", 0, 2),
+    ("Muon, NorMuon", "muon", 0, 0),
+    ("AdaMuon", "adamuon", 0, 0),
+    ("SGD with momentum", "momentum", 0, 0),
+    ("Adafactor", "adafactor", 0, 0),
 )
-"""(name, ``OptimizerConfig.state_type``, number of states in bf16)."""
+"""(name, ``OptimizerConfig.state_type``, number of states in bf16, number of states in 8 bits)."""
 
 
 @dataclass(frozen=True)
@@ -122,21 +125,25 @@ def optimizer_rows() -> Iterator[Sequence[str]]:
         "bytes per parameter, ZeRO 0",
         *(f"{model.name}: GB with ZeRO 0, 1 on 8 GPUs" for model in models),
     )
-    for name, optimizer, num_bf16_states in OPTIMIZERS:
-        state = State.for_optimizer("bf16", optimizer, num_bf16_states)
+    for name, optimizer, num_bf16_states, num_8bit_states in OPTIMIZERS:
+        state = State.for_optimizer("bf16", optimizer, num_bf16_states, num_8bit_states)
         states = state.optimizer - state.saved
-        layer_note = f" ({state.optimizer} outside of layers)" if state.saved else ""
+        layer_note = f" ({_decimal(state.optimizer)} outside of layers)" if state.saved else ""
         cells = []
         for model in models:
             values = []
             for stage in (0, 1):
                 layout = replace(planned_layout(Layout(data=8), stage), optimizer=optimizer)
-                layout = replace(layout, num_bf16_states=num_bf16_states)
+                layout = replace(layout, num_bf16_states=num_bf16_states, num_8bit_states=num_8bit_states)
                 memory = Planner(model.config(), gpu_machine(GPU)).memory(layout)[0]
                 values.append(memory.weights + memory.gradients + memory.optimizer)
             has_zero = optimizer != "adafactor"
             cells.append(", ".join(f"{value / GIGABYTE:.1f}" for value in (values if has_zero else values[:1])))
-        yield name, f"{state.width} + {state.gradient} + {states}{layer_note}", *cells
+        yield name, f"{state.width} + {state.gradient} + {_decimal(states)}{layer_note}", *cells
+
+
+def _decimal(value: int | Fraction) -> str:
+    return f"{float(value):.3g}"
 
 
 def stage_rows() -> Iterator[Sequence[str]]:

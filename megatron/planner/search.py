@@ -11,7 +11,7 @@ from typing import Any
 from megatron.config import Config
 from megatron.config.layer_types import MAMBA2, has_attention, recurrent_mixers
 from megatron.config.recurrent import DELTA_MIXERS
-from megatron.costs.memory import BYTES, Memory, State
+from megatron.costs.memory import BYTES, Memory
 from megatron.planner.estimate import Estimate, Planner
 from megatron.planner.layout import Layout, problems
 from tds.schedule.simulate import MANY_CHUNKS, ONE_CHUNK, SPLIT_SCHEDULES, V_SCHEDULES, bubble, placement_for
@@ -162,7 +162,7 @@ def min_bytes(planner: Planner, layout: Layout) -> float:
     The bound is the average memory per stage for weights, gradients and optimizer states. It includes saved activations
     for "1f1b" without full recomputation.
     """
-    state, zero = State.for_optimizer(layout.dtype, layout.optimizer, layout.num_bf16_states), layout.zero
+    state, zero = layout.state_bytes, layout.zero
     params, experts = (count / layout.pipe for count in planner.parameters(layout))
     sharded = (params - experts) / zero.share(1) + experts * layout.expert / max(zero.share(1), layout.expert)
     optimizer = 0 if layout.offload_optimizer else sharded * (state.optimizer - state.saved)
@@ -256,7 +256,7 @@ def _zero_stages(planner: Planner, base_layout: Layout) -> list[int]:
 
 def _worthwhile_zero_stages(planner: Planner, base_layout: Layout) -> list[int]:
     """Return the ZeRO stages worth trying: 2 and 3 only if weights and states need much memory."""
-    state = State.for_optimizer(base_layout.dtype, base_layout.optimizer, base_layout.num_bf16_states)
+    state = base_layout.state_bytes
     states = planner.parameters(base_layout)[0] * (state.width + state.gradient + state.optimizer)
     last = 1 if states < SMALL_STATES * planner.machine.usable_bytes else 3
     return [stage for stage in _zero_stages(planner, base_layout) if stage <= last]

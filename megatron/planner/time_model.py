@@ -440,7 +440,7 @@ class CommunicationModel:
         Args:
             backward_s: seconds per backward pass, which gradient communication can overlap with.
         """
-        machine, state = self.machine, State.for_optimizer(layout.dtype, layout.optimizer, layout.num_bf16_states)
+        machine, state = self.machine, layout.state_bytes
         placement_args = layout.pipe, layout.placement.style
         parameters_by_stage = self.costs.stage_parameters(bounds, layout.tensor, *placement_args)
         fullest = parameters_by_stage.index(max(parameters_by_stage))

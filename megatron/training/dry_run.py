@@ -211,10 +211,17 @@ def plan_rows(
         yield "optimizer", _muon_text(config, topology)
     if config.optimizer.optimizer == "sgd":
         yield "optimizer", f"SGD, momentum {config.optimizer.sgd_momentum:g}"
-    if states := config.optimizer.bf16_states:
-        yield "AdamW's states", f"{' and '.join(states)} in bf16; updates are computed in the main params' precision"
+    if states_text := _adam_states_text(config):
+        yield "AdamW's states", f"{states_text}; updates are computed in the main params' precision"
     yield "precision", f"{dtype}, gradient norm clipping {config.optimizer.clip_grad or 'off'}"
     yield "data", data_text(config)
+
+
+def _adam_states_text(config: Config) -> str:
+    """Name the states of AdamW that are stored in bf16 or 8 bits; "" if there are none."""
+    settings = config.optimizer
+    formats = (("bf16", settings.bf16_states), ("8 bits", settings.quantized_states))
+    return ", ".join(f"{' and '.join(names)} in {name}" for name, names in formats if names)
 
 
 def _muon_text(config: Config, topology: Topology) -> str:

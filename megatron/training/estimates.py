@@ -40,6 +40,7 @@ def stage_memory(config: Config, topology: Topology, bounds: Sequence[int], dtyp
         dtype=dtype if dtype in BYTES else "fp32",
         optimizer=config.optimizer.state_type,
         num_bf16_states=len(config.optimizer.bf16_states),
+        num_8bit_states=len(config.optimizer.quantized_states),
         zero=zero_settings(config, topology.data_context),
         checkpoint_activations=config.parallel.checkpoint_activations,
         is_selective=config.parallel.recompute_granularity == "selective",

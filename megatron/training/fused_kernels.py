@@ -93,7 +93,7 @@ def uses_apex_adam(config: Config) -> bool:
         config.parallel.fused_kernels == "apex"
         and settings.optimizer == "adamw"
         and is_on_gpu
-        and not settings.bf16_states
+        and not (settings.bf16_states or settings.quantized_states)
     )
 
 

@@ -79,6 +79,7 @@ def make_optimizer(
         fuses_accumulation=config.fuses_accumulation(world.device_type),
         muon=_muon_args(settings),
         bf16_states=settings.bf16_states,
+        quantized_states=settings.quantized_states,
         rates={parameter: rate for _, parameter, rate in named_rates if rate is not None},
     )
 

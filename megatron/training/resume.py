@@ -50,6 +50,7 @@ from megatron.training.state_records import (
     restore_rng,
     router_records,
     set_optimizer_steps,
+    store_quantized,
     weight_records,
 )
 from megatron.training.timeouts import LOADING
@@ -212,6 +213,7 @@ def restore(
             optimizer.inner.state.clear()  # no moments: fp16 skipped every step, or SGD without momentum
         records += router_records(module, world)
     _load_records(checkpoint, records, resizes_vocab=config.checkpoint.resize_vocab)
+    store_quantized(module, optimizer, records)
     optimizer.copy_main_params_to_parameters()
 
     # Loss scale, and the step counts for Adam's bias correction.

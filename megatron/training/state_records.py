@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -15,7 +15,7 @@ from megatron.checkpoint import (
 from megatron.models.common.parameters import named_modules
 from megatron.models.common.router import named_routers
 from megatron.mpu.shard import Shard, shard_of
-from megatron.optim import MixedPrecisionOptimizer
+from megatron.optim import MixedPrecisionOptimizer, quantized_state
 from megatron.training.world import World
 
 
@@ -27,7 +27,11 @@ def weight_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) 
 
 
 def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimizer) -> Iterator[TensorRecord]:
-    """Yield the inner optimizer's state for each weight, except the step count."""
+    """Yield the inner optimizer's state for each weight, except the step count.
+
+    States in 8 bits are copied to fp32 in host memory. After the records are loaded, ``store_quantized`` copies them
+    back.
+    """
     for name, parameter in named_parameters(module):
         if not parameter.requires_grad:
             continue
@@ -35,11 +39,24 @@ def optimizer_records(module: torch.nn.Module, optimizer: MixedPrecisionOptimize
         state = optimizer.inner.state.get(main_param, {})
         for key, value in sorted(state.items()):
             if isinstance(value, torch.Tensor) and key != "step":
+                value = quantized_state.load(value).cpu() if quantized_state.is_quantized(value) else value
                 if value.dim() == 1 < main_param.dim():  # NorMuon's second moments: one vector, equal on all ranks
                     shard, is_owner = Shard(tuple(value.shape)), optimizer.owns_replicated_state(parameter)
                 else:
                     shard, is_owner = _shard_of_state(key, value, main_param), optimizer.owns(parameter)
                 yield TensorRecord(f"optimizer/{key}/{name}", value, shard, is_owner)
+
+
+def store_quantized(
+    module: torch.nn.Module, optimizer: MixedPrecisionOptimizer, records: Iterable[TensorRecord]
+) -> None:
+    """Copy loaded ``records`` of ``optimizer_records`` into the states that are stored in 8 bits."""
+    values = {record.name: record.tensor for record in records}
+    for name, parameter in named_parameters(module):
+        if parameter.requires_grad:
+            for key, state in optimizer.inner.state.get(optimizer.main_param_of(parameter), {}).items():
+                if quantized_state.is_quantized(state):
+                    quantized_state.store(state, values[f"optimizer/{key}/{name}"])
 
 
 def router_records(module: torch.nn.Module, world: World) -> Iterator[TensorRecord]:

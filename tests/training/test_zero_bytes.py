@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import pretrain_gpt2
 from megatron.checkpoint import named_parameters
 from megatron.config import parse
-from megatron.costs.memory import Zero
+from megatron.costs.memory import EIGHT_BIT_BYTES, Zero
 from megatron.models import registry
+from megatron.optim import quantized_state
 from megatron.training import global_vars, initialize
 from megatron.training.estimates import zero_settings
 from megatron.training.mock_data import mock_tokenizer
@@ -81,7 +83,8 @@ def count_case(case: str) -> tuple[dict[str, int], dict[str, int]]:
         optimizer.step()
     seen: set[int] = set()
     weight_bytes = count_new_bytes(map(optimizer.store.persistent_storage, parameters), seen)
-    states = [v for state in optimizer.inner.state.values() for key, v in state.items() if key != "step"]
+    entries = [v for state in optimizer.inner.state.values() for key, v in state.items() if key != "step"]
+    states = [tensor for v in entries for tensor in ((v.codes, v.scale) if quantized_state.is_quantized(v) else (v,))]
     optimizer_bytes = count_new_bytes([*map(optimizer.main_param_of, parameters), *states], seen)
     optimizer_config = config.optimizer
     counted = {
@@ -99,8 +102,14 @@ def count_case(case: str) -> tuple[dict[str, int], dict[str, int]]:
     }
     memory_args["optimizer"] = config.optimizer.optimizer
     memory_args["num_bf16_states"] = len(config.optimizer.bf16_states)
+    memory_args["num_8bit_states"] = len(config.optimizer.quantized_states)
     (memory,) = registry.costs_of(config).memory_per_stage([0, 6], **memory_args)
-    return counted, {name: getattr(memory, name) for name in counted}
+    expected = {name: getattr(memory, name) for name in counted}
+    if num_quantized := len(config.optimizer.quantized_states):  # small main params have states in fp32
+        main_params = map(optimizer.main_param_of, parameters)
+        num_small = sum(m.numel() for m in main_params if not quantized_state.can_be_quantized(m))
+        expected["optimizer"] += round(num_small * num_quantized * (4 - EIGHT_BIT_BYTES))
+    return counted, expected
 
 
 def record_gathered_bytes(optimizer: Any) -> list[int]:
@@ -128,6 +137,17 @@ def test_counted_bytes_equal_memory_formulas(pytestconfig: pytest.Config) -> Non
     for rank_counts in run_ranks(2, count_cases, cases):
         for case, (counted, expected) in zip(cases, rank_counts, strict=True):
             assert counted == expected, case
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed (extra [torchao])")
+@pytest.mark.parametrize("case", ["--bf16 --zero-stage 0", "--fp32 --zero-stage 1", "--bf16 --zero-stage 3"])
+def test_counted_bytes_of_8_bit_states(case: str) -> None:
+    """The formula counts the states of small parameters (biases and norms) in 8 bits, which ``count_case`` corrects."""
+    flags = f"{case} --exp-avg-dtype 8bit --exp-avg-sq-dtype 8bit"
+    for ((counted, expected),) in run_ranks(2, count_cases, [flags]):
+        assert abs(counted.pop("optimizer") - expected.pop("optimizer")) <= 2, "the formula rounds up"
+        assert counted == expected
 
 
 @pytest.mark.parametrize(

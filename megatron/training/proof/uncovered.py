@@ -31,6 +31,8 @@ def _parts(config: Config, device_type: str, needs_deepspeed: bool) -> Iterator[
         yield "offload"
     if config.optimizer.bf16_states:
         yield "optimizer states in bf16"
+    if config.optimizer.quantized_states:
+        yield "optimizer states in 8 bits"
     if needs_deepspeed:
         yield "DeepSpeed's engine"
     is_dropping = max(config.model.attention_dropout, config.model.hidden_dropout) > 0
