@@ -283,9 +283,9 @@ def format_problems(config: Config) -> Iterator[str]:
             "--checkpoint-format native"
         )
     if config.optimizer.quantized_states:
-        flags = " and ".join(f"--{name.replace('_', '-')}-dtype 8bit" for name in config.optimizer.quantized_states)
+        quantized = " and ".join(f"--{name.replace('_', '-')}-dtype 8bit" for name in config.optimizer.quantized_states)
         yield (
-            f"--checkpoint-format deepspeed stores states in the dtype of main params, got {flags}. Use "
+            f"--checkpoint-format deepspeed stores states in the dtype of main params, got {quantized}. Use "
             "--checkpoint-format native, which stores them in fp32, or remove it"
         )
     if config.stability.stability_guard == "rollback":
