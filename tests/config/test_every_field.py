@@ -167,6 +167,16 @@ OBSERVED_FIELDS = {
 }
 """Observable -> the fields that change it."""
 READING_MODULES = {
+    **dict.fromkeys(
+        (
+            "fp8_format",
+            "fp8_recipe",
+            "first_last_layers_bf16",
+            "num_layers_at_start_in_bf16",
+            "num_layers_at_end_in_bf16",
+        ),
+        "config/optimizer.py",
+    ),
     "loss_average": "training/setup.py",
     "expert_model_parallel_size": "config/experts.py",
     "moe_eval_capacity_factor": "config/experts.py",
