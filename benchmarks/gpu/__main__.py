@@ -10,8 +10,9 @@ stop the other cases. Results are written to gpu-<device>-<date>.json in --out. 
 commit runs only missing cases; with --failed it also repeats failed ones. If --minutes is shorter than the budgets of
 all parts together, each part gets its proportion. Unused time of a part is available to later parts.
 
-The complete output of failed cases is archived in gpu-<device>-<date>-logs.tgz in --out. The exit code is 1 if a case
-failed. ``benchmarks/gpu/first.sh`` runs the most important cases in 11 minutes.
+The complete output of failed cases is archived in gpu-<device>-<date>-logs.tgz in --out. The exit code is 1 if a
+selected case failed, otherwise 75 if one was not run. ``benchmarks/gpu/first.sh`` runs the most important cases in 11
+minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,18 @@ from pathlib import Path
 from typing import Any
 
 import megatron.environment  # noqa: F401  isort: skip  reports missing packages in one line
-from benchmarks.gpu.part import FAILED, FINAL, ROOT, Machine, Part, Results, is_selected, run_part
+from benchmarks.gpu.part import (
+    FAILED,
+    FINAL,
+    NOT_RUN,
+    NOT_RUN_CODE,
+    ROOT,
+    Machine,
+    Part,
+    Results,
+    is_selected,
+    run_part,
+)
 from benchmarks.gpu.references import REFERENCES_DIR
 
 PART_OBJECTS = {
@@ -232,18 +244,29 @@ def main(argv: list[str] | None = None) -> int:
                 known_only=args.known,
                 print_line=lambda line: print(line, flush=True),
             )
-    return summary(results, names)
+    return summary(results, parts, only=args.only, skip=args.skip)
 
 
-def summary(results: Results, names: list[str]) -> int:
-    """Print the number of cases of each part by verdict; return 1 if one failed."""
-    code = 0
-    for name in names:
-        verdicts = results.of(name)
-        counts = {status: sum(v.status == status for v in verdicts.values()) for status in (*FINAL, "not run")}
-        print(f"== {name}: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count))
-        code |= int(counts[FAILED] > 0)
-    return code
+def summary(results: Results, parts: Sequence[Part], *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> int:
+    """Print the number of selected cases of each part by verdict; return the exit code.
+
+    Args:
+        only, skip: texts that select cases; see ``run_part``.
+
+    Returns:
+        1 if a selected case failed, otherwise ``NOT_RUN_CODE`` if one was not run, otherwise 0.
+    """
+    statuses: set[str] = set()
+    for part in parts:
+        selected = [
+            verdict.status
+            for name, verdict in results.of(part.name).items()
+            if part.always_runs or is_selected(name, only=only, skip=skip)
+        ]
+        counts = {status: selected.count(status) for status in (*FINAL, NOT_RUN)}
+        print(f"== {part.name}: " + ", ".join(f"{count} {status}" for status, count in counts.items() if count))
+        statuses.update(selected)
+    return 1 if FAILED in statuses else NOT_RUN_CODE if NOT_RUN in statuses else 0
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from benchmarks.gpu.part import ROOT, TIMED_OUT, tie_to_parent
+from benchmarks.gpu.part import NOT_RUN_CODE, ROOT, TIMED_OUT, tie_to_parent
 from benchmarks.gpu.references import REFERENCES_DIR, carried_commit
 
 CALL_LIMITS_S = {"A": 520.0, "B": 170.0, "failed": 170.0}
@@ -50,6 +50,8 @@ MAX_LOG_BYTES = 12 * 2**20
 """Bytes of a log in $OUT; a file of 16 MiB or more might not be returned."""
 DRY_FACTOR = 10.0
 """Default factor of all time limits in a dry run, which may share a few cores with other work."""
+STATUS_BY_CODE = {0: "passed", TIMED_OUT: "killed at its limit", NOT_RUN_CODE: "not run: some or all cases"}
+"""Exit code of a step -> its status in the table; all others are failures."""
 
 
 @dataclass(frozen=True)
@@ -200,7 +202,7 @@ def copy_results(source: Path, target: Path) -> None:
 
 
 def run_call(name: str, args: argparse.Namespace) -> int:
-    """Run the steps of a call and print a table of them; return 1 if a step failed."""
+    """Run the steps of a call and print a table of them; return 1 if a step failed or has cases that were not run."""
     start = time.monotonic()
     args.out.mkdir(parents=True, exist_ok=True)
     copy_results(args.state if any(args.state.glob("gpu-*.json")) else ROOT / REFERENCES_DIR, args.out)
@@ -217,7 +219,7 @@ def run_call(name: str, args: argparse.Namespace) -> int:
             status = "not on this machine"
         else:
             step_code = run_step(command, limit_s, log)
-            status = {0: "passed", TIMED_OUT: "killed at its limit"}.get(step_code, f"failed, code {step_code}")
+            status = STATUS_BY_CODE.get(step_code, f"failed, code {step_code}")
             code |= int(step_code != 0)
         copy_results(args.out, args.state)
         rows.append(f"{step.name:32} {time.monotonic() - step_start:7.1f} s  {status}")

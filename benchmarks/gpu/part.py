@@ -34,6 +34,8 @@ from benchmarks.gpu import logs
 PASSED, FAILED, SKIPPED, NOT_RUN = "passed", "failed", "skipped", "not run"
 FINAL = (PASSED, FAILED, SKIPPED)
 """Verdicts that a second start does not repeat."""
+NOT_RUN_CODE = 75
+"""Exit code of the benchmark if no selected case failed, but at least one was not run."""
 
 
 @dataclass(frozen=True)

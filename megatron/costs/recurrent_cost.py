@@ -54,7 +54,7 @@ class RecurrentCosts(ABC):
 
     @abstractmethod
     def core_products(self, tokens: int, tensor: int) -> tuple[Product, ...]:
-        """Return the products of the recurrence without weights, in pairs: the first of each pair is masked or decayed."""
+        """Return the products of the recurrence without weights, in pairs: the first of a pair is masked or decayed."""
 
     @property
     @abstractmethod

@@ -31,6 +31,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from megatron.ops.state_space import sums_between
+
 
 def gated_delta_rule(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor, *,
@@ -82,18 +84,16 @@ class ChunkedDeltaRule:
                 beta[..., None],
             )
         )
-        decay_sum = log_decay.cumsum(-2)  # [n, b, a, C, 1 or d_k]
-        last_decay_sum = decay_sum[..., -1:, :]
+        from_state = log_decay.cumsum(-2).exp()  # [n, b, a, C, 1 or d_k]
         masks = _DocumentMasks(starts, size, len(value), value.device)
-        products = _decayed_products(torch.stack((query, key)), key, decay_sum, masks.is_visible)
+        products = _decayed_products(torch.stack((query, key)), key, log_decay, masks.is_visible)
         self._query_products, key_products = products.unbind(0)  # P and A, [n, b, a, C, C]
-        from_state = decay_sum.exp()
         decayed_key = masks.without_new_documents(key * from_state)
         right_sides = torch.cat((beta * value, beta * decayed_key), dim=-1)
         solution = torch.linalg.solve_triangular(beta * key_products, right_sides, upper=False, unitriangular=True)
         self._values, self._reads = solution.split([value_size, key.shape[-1]], dim=-1)  # U and W
         self._decayed_query = masks.without_new_documents(query * from_state)
-        self._writes = masks.without_old_documents(key * (last_decay_sum - decay_sum).exp()).transpose(-1, -2)
+        self._writes = masks.without_old_documents(key * _sums_after(log_decay).exp()).transpose(-1, -2)
         # [n, b, a, 1 or d_k, 1]
         self._state_decay = masks.without_new_documents(from_state)[..., -1:, :].transpose(-1, -2)
 
@@ -175,8 +175,16 @@ def _split_into_chunks(x: torch.Tensor, num_heads: int, size: int) -> torch.Tens
     return (x.repeat_interleave(num_repeats, dim=2) if num_repeats > 1 else x).contiguous()
 
 
+def _sums_after(x: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the later tokens of ``x`` [..., C, d] for each token.
+
+    A difference of two sums would have the rounding of decays of other documents.
+    """
+    return F.pad(x[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+
+
 def _decayed_products(
-    rows: torch.Tensor, key: torch.Tensor, decay_sum: torch.Tensor, is_visible: torch.Tensor
+    rows: torch.Tensor, key: torch.Tensor, log_decay: torch.Tensor, is_visible: torch.Tensor
 ) -> torch.Tensor:
     """Return ``sum_d rows_id key_jd exp(G_id - G_jd)`` for the tokens j that are visible to i, and 0 for others.
 
@@ -187,21 +195,20 @@ def _decayed_products(
     Shapes:
         rows       [m, n, b, a, C, d_k]
         key        [n, b, a, C, d_k]
-        decay_sum  [n, b, a, C, 1 or d_k], G
+        log_decay  [n, b, a, C, 1 or d_k], g
         is_visible bool [n, b, 1, C, C] or [C, C]
         output     [m, n, b, a, C, C]
     """
-    if decay_sum.shape[-1] == 1:
-        # masked before the exponential, which may overflow for tokens j after i
-        exponents = (decay_sum - decay_sum.transpose(-1, -2)).masked_fill(~is_visible, float("-inf"))
+    if log_decay.shape[-1] == 1:
+        # masked before the exponential, so that gradients of other documents are 0
+        exponents = sums_between(log_decay.squeeze(-1)).masked_fill(~is_visible, float("-inf"))
         return (rows @ key.transpose(-1, -2)) * exponents.exp()
     size, num_tokens = 1, key.shape[-2]
     blocks = (rows * key).sum(-1)[..., None, None]  # [m, n, b, a, C, 1, 1], the diagonal
     while size < num_tokens:
-        early_decay, late_decay = decay_sum.unflatten(-2, (-1, 2, size)).unbind(-3)  # [n, b, a, C / 2 size, size, d_k]
-        reference = early_decay[..., -1:, :]
-        late_rows = rows.unflatten(-2, (-1, 2, size))[..., 1, :, :] * (late_decay - reference).exp()
-        early_keys = key.unflatten(-2, (-1, 2, size))[..., 0, :, :] * (reference - early_decay).exp()
+        early_decay, late_decay = log_decay.unflatten(-2, (-1, 2, size)).unbind(-3)  # [n, b, a, C / 2 size, size, d_k]
+        late_rows = rows.unflatten(-2, (-1, 2, size))[..., 1, :, :] * late_decay.cumsum(-2).exp()
+        early_keys = key.unflatten(-2, (-1, 2, size))[..., 0, :, :] * _sums_after(early_decay).exp()
         products = late_rows @ early_keys.transpose(-1, -2)  # [m, n, b, a, C / 2 size, size, size]
         early, late = blocks.unflatten(-3, (-1, 2)).unbind(-3)
         upper, lower = torch.cat((early, torch.zeros_like(early)), -1), torch.cat((products, late), -1)

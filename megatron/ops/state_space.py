@@ -64,7 +64,7 @@ class ChunkedStateSpace:
         steps = steps.unflatten(3, (num_groups, -1)).permute(0, 1, 3, 4, 2)  # [b, c, g, a/g, l]
         totals = steps.cumsum(-1)
         is_visible, is_continued = _document_masks(starts, self._length, size, x.device)
-        decays = _sums_between(steps).masked_fill(~is_visible[:, :, None, None], -torch.inf).exp()
+        decays = sums_between(steps).masked_fill(~is_visible[:, :, None, None], -torch.inf).exp()
         self._carried = totals.masked_fill(~is_continued[:, :, None, None], -torch.inf).exp()  # [b, c, g, a/g, l]
         scores = (readouts @ inputs.transpose(-1, -2)).unsqueeze(3)  # [b, c, g, 1, l, l]
         self._output = (scores * decays) @ values  # [b, c, g, a/g, l, d]
@@ -105,7 +105,7 @@ def _split_chunks(x: torch.Tensor, chunk_size: int) -> torch.Tensor:
     return F.pad(x, (0, 0, 0, 0, 0, padding)).unflatten(1, (-1, chunk_size))
 
 
-def _sums_between(steps: torch.Tensor) -> torch.Tensor:
+def sums_between(steps: torch.Tensor) -> torch.Tensor:
     """Return the sum of ``steps`` j + 1 ... i as element (i, j); 0 for j >= i.
 
     The sums are accumulated from j on. A difference of two sums from the start of the chunk would lose digits, above

@@ -90,6 +90,18 @@ def test_packed_documents_equal_separate_documents(has_decay_per_element: bool) 
     torch.testing.assert_close(state, separate[-1][1], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("has_decay_per_element", [False, True])
+def test_strong_decays_of_a_document_leave_the_digits_of_the_next_one(has_decay_per_element: bool) -> None:
+    *inputs, _ = (x.float() for x in make_inputs(40, has_decay_per_element))
+    log_decay = inputs[3]
+    log_decay[:, :9] *= 1000.0
+    starts = make_starts(40, [[0, 9]] * BATCH)
+    packed, state = gated_delta_rule(*inputs, starts=starts)
+    separate, separate_state = gated_delta_rule(*(x[:, 9:] for x in inputs))
+    torch.testing.assert_close(packed[:, 9:], separate, rtol=0, atol=5e-6)
+    torch.testing.assert_close(state, separate_state, rtol=0, atol=5e-6)
+
+
 @settings(max_examples=20)
 @given(length=st.integers(1, 20), has_decay_per_element=st.booleans(), has_starts=st.booleans(), data=st.data())
 @example(length=1, has_decay_per_element=False, has_starts=False, data=None)

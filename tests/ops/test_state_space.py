@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.ops.document_attention import document_starts
-from megatron.ops.state_space import ChunkedStateSpace, _sums_between, state_space_scan
+from megatron.ops.state_space import ChunkedStateSpace, state_space_scan, sums_between
 from tests.helpers.documents import segment_ids_from_lengths
 from tests.helpers.recurrent_samples import draw_starts, values_and_grads, worst_difference
 
@@ -105,8 +105,8 @@ def test_decays_after_a_strong_decay_keep_their_digits() -> None:
     """A difference of two sums from the start of the chunk would have the rounding of the sums."""
     steps = torch.full((8,), -0.01, dtype=torch.float32)
     steps[1] = -1e4
-    sums = _sums_between(steps)
-    torch.testing.assert_close(sums.double(), _sums_between(steps.double()), rtol=1e-6, atol=0)
+    sums = sums_between(steps)
+    torch.testing.assert_close(sums.double(), sums_between(steps.double()), rtol=1e-6, atol=0)
 
 
 def test_continuing_from_a_state_matches_one_pass() -> None:

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.gpu import __main__ as program
 from benchmarks.gpu import first
 from benchmarks.gpu.first import CALLS, Step
-from benchmarks.gpu.part import ROOT, is_selected
+from benchmarks.gpu.part import NOT_RUN_CODE, ROOT, is_selected
 from tests.benchmarks.gpu.made import make_dry_machine
 
 MAX_FILES = 8
@@ -82,6 +82,13 @@ def test_step_is_killed_at_its_limit_and_next_one_runs(
     assert "begun" in log and "\nfine\n" in log
     rows = {line.split()[0]: line.split(" s  ")[1] for line in log.splitlines()[-3:]}
     assert rows == {"slow": "killed at its limit", "fails": "failed, code 3", "fine": "passed"}
+
+
+def test_step_with_cases_that_were_not_run_has_not_passed(
+    monkeypatch: pytest.MonkeyPatch, options: list[str], tmp_path: Path
+) -> None:
+    assert run_plan(monkeypatch, options, ("late", 20, f"raise SystemExit({NOT_RUN_CODE})")) == 1
+    assert "  not run: " in (tmp_path / "out" / "first-a.log").read_text().splitlines()[-1]
 
 
 def test_last_step_gets_remaining_time_only(

@@ -19,6 +19,7 @@ from benchmarks.gpu.part import (
     FAILED,
     FINAL,
     NOT_RUN,
+    NOT_RUN_CODE,
     PASSED,
     SKIPPED,
     Case,
@@ -245,11 +246,16 @@ def test_command_has_clean_environment_and_reports_exit_code(tmp_path: Path, mon
         replace(result, text="too bad").check()
 
 
-def test_summary_returns_1_if_case_failed(tmp_path: Path, capsys: Any) -> None:
-    results = run_cases(tmp_path, Case("a", passing_case), Case("c", skipped_case))
-    assert program.summary(results, ["train"]) == 0 and "== train: 1 passed, 1 skipped" in capsys.readouterr().out
+def test_summary_returns_exit_code_of_selected_cases(tmp_path: Path, capsys: Any) -> None:
+    parts, results = [make_part()], run_cases(tmp_path, Case("a", passing_case), Case("c", skipped_case))
+    assert program.summary(results, parts) == 0 and "== train: 1 passed, 1 skipped" in capsys.readouterr().out
+    results.add("train", "late", Verdict(NOT_RUN, "no time left"))
+    assert program.summary(results, parts) == NOT_RUN_CODE
     results.add("train", "b", Verdict(FAILED, "wrong"))
-    assert program.summary(results, ["train"]) == 1
+    assert program.summary(results, parts) == 1
+    assert program.summary(results, parts, skip=["b"]) == NOT_RUN_CODE
+    assert program.summary(results, parts, only=["a"], skip=["late"]) == 0, "cases of other steps do not count"
+    assert program.summary(results, [make_part(always_runs=True)], only=["a"], skip=["late"]) == 1
 
 
 def test_parts_share_short_time_in_proportion_and_tables_always_run() -> None:
