@@ -95,12 +95,11 @@ class RowwiseProducts:
         return scaled_grouped_product(quantize_rows(x, x_maxima), quantized_weights, *scales, ends, out)
 
     def grouped_input_grad(self, grad: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        maxima = [row_maxima(grad), *[column_maxima(weight) for weight in weights]]
-        grad_maxima, *weight_maxima = _reduced(maxima, self.output_group)
-        quantized_weights = torch.stack(
-            [quantize_columns(weight, columns) for weight, columns in zip(weights, weight_maxima, strict=True)]
-        )  # [E, input_size, output_size]
-        scales = scales_of(grad_maxima), scales_of(torch.cat(list(weight_maxima)))
+        maxima = [row_maxima(grad), column_maxima(weights).flatten()]
+        grad_maxima, weight_maxima = _reduced(maxima, self.output_group)
+        columns = weight_maxima.view(len(weights), -1)
+        quantized_weights = quantize_columns(weights, columns)  # [E, input_size, output_size]
+        scales = scales_of(grad_maxima), scales_of(weight_maxima)
         out = grad.new_empty(len(grad), weights.shape[2])
         return scaled_grouped_product(quantize_rows(grad, grad_maxima), quantized_weights, *scales, ends, out)
 

@@ -31,8 +31,11 @@ def row_maxima_kernel(x, maxima, width, BLOCK: tl.constexpr):
 def column_maxima_kernel(x, maxima_bits, num_rows, width, ROWS: tl.constexpr, TILE: tl.constexpr):
     """Raise ``maxima_bits``, zeros before, to the bits of the columns' largest magnitudes; NaN if a column has a NaN.
 
-    A program processes ``ROWS`` rows of ``TILE`` columns.
+    A program processes ``ROWS`` rows of ``TILE`` columns of one matrix.
     """
+    matrix = tl.program_id(2).to(tl.int64)
+    x += matrix * num_rows * width
+    maxima_bits += matrix * width
     column = tl.program_id(0) * TILE + tl.arange(0, TILE)
     largest = tl.zeros((TILE, TILE), tl.int32)
     for start in range(0, ROWS, TILE):
@@ -61,6 +64,10 @@ def quantize_rows_kernel(x, maxima, out, width, BLOCK: tl.constexpr):
 @triton.jit
 def quantize_columns_kernel(x, maxima, out, num_rows, width, TILE: tl.constexpr):
     """Quantize with a scale per column and write the transpose, ``TILE`` x ``TILE`` elements per program."""
+    matrix = tl.program_id(2).to(tl.int64)
+    x += matrix * num_rows * width
+    maxima += matrix * width
+    out += matrix * num_rows * width
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = (row[:, None] < num_rows) & (column[None, :] < width)

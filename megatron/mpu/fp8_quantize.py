@@ -17,6 +17,8 @@ Source: Micikevicius et al. 2022, "FP8 formats for deep learning"; torchao's rec
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -51,15 +53,17 @@ def row_maxima(x: torch.Tensor) -> torch.Tensor:
 
 
 def column_maxima(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest magnitude of each column of ``x`` [m, n], fp32 [n]; 0 if m is 0."""
-    if not len(x):
-        return x.new_zeros(x.shape[1], dtype=torch.float32)
+    """Return the largest magnitude of each column of ``x`` [m, n], fp32 [n]; 0 if m is 0. Also for [E, m, n]."""
+    *batch, num_rows, width = x.shape
+    if not num_rows:
+        return torch.zeros(*batch, width, device=x.device)
     if not triton_launch.is_available(x.device):
-        return x.abs().amax(0).float()
-    x, bits = x.contiguous(), x.new_zeros(x.shape[1], dtype=torch.int32)
-    if x.shape[1]:
+        return x.abs().amax(-2).float()
+    x, bits = x.contiguous(), torch.zeros(*batch, width, dtype=torch.int32, device=x.device)
+    if x.numel():
+        grid = (-(-width // TILE), -(-num_rows // COLUMN_ROWS), math.prod(batch))
         triton_launch.launch(
-            f"{KERNELS}:column_maxima_kernel", (-(-x.shape[1] // TILE), -(-len(x) // COLUMN_ROWS)), x, bits, *x.shape,
+            f"{KERNELS}:column_maxima_kernel", grid, x, bits, num_rows, width,
             writes=(), updates=(bits,), ROWS=COLUMN_ROWS, TILE=TILE,
         )  # fmt: skip
     return bits.view(torch.float32)
@@ -88,19 +92,21 @@ def quantize_rows(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
 
 
 def quantize_columns(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
-    """Quantize ``x`` [m, n] with a scale per column, given ``maxima`` [n], and transpose it.
+    """Quantize ``x`` [m, n] with a scale per column, given ``maxima`` [n], and transpose it. Also for [E, m, n].
 
     Returns:
-        e4m3 [n, m], contiguous
+        e4m3 [n, m] or [E, n, m], contiguous
     """
     if not triton_launch.is_available(x.device):
-        return _cast(x, maxima).t().contiguous()
-    x, out = x.contiguous(), torch.empty(x.shape[::-1], dtype=E4M3, device=x.device)
+        return _cast(x, maxima.unsqueeze(-2)).transpose(-2, -1).contiguous()
+    *batch, num_rows, width = x.shape
+    x, out = x.contiguous(), torch.empty(*batch, width, num_rows, dtype=E4M3, device=x.device)
     if out.numel():
-        grid = (-(-x.shape[0] // TILE), -(-x.shape[1] // TILE))
+        grid = (-(-num_rows // TILE), -(-width // TILE), math.prod(batch))
         triton_launch.launch(
-            f"{KERNELS}:quantize_columns_kernel", grid, x, maxima, out, *x.shape, writes=(out,), TILE=TILE
-        )
+            f"{KERNELS}:quantize_columns_kernel", grid, x, maxima.contiguous(), out, num_rows, width,
+            writes=(out,), TILE=TILE,
+        )  # fmt: skip
     return out
 
 

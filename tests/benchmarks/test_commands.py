@@ -13,6 +13,7 @@ from tests.helpers.documented_commands import ROOT, Clone, find_smoke_table_prob
 SMOKE_COMMANDS = {
     "benchmarks/checkpoint.py": ["python benchmarks/checkpoint.py --json checkpoint.json --smoke --ranks 1"],
     "benchmarks/data.py": ["python benchmarks/data.py --json data.json --smoke"],
+    "benchmarks/fp8_gain.py": ["python -m benchmarks.fp8_gain --gpu h200"],
     "benchmarks/gpu/__main__.py": [
         "bash benchmarks/gpu/run.sh --device cpu --out seen train --only 'gpt2 fp32'",
     ],

@@ -132,6 +132,7 @@ EXPERTS = "--num-experts 4 --moe-router-topk 2"
 FULL, SELECTIVE = "--checkpoint-activations", "--recompute-granularity selective"
 FUSION = "--gradient-accumulation-fusion"
 NORMUON = "--optimizer adaptive_muon --adaptive-muon-moment2-method normuon"
+FP8 = "--fp8-format e4m3 --ff-hidden-size 128"
 FEATURES = {
     "experts ep 1, selective recompute, fusion": Feature(
         "llama", f"{EXPERTS} --moe-expert-capacity-factor 1.25 --zero-stage 0 {SELECTIVE} {FUSION}", is_short=True
@@ -229,6 +230,16 @@ FEATURES = {
     "T5, full recompute": Feature("t5", f"--zero-stage 1 {FULL}", tensor=2, has_mask=True),
     "T5, Muon": Feature("t5", "--zero-stage 1 --optimizer muon", has_mask=True),
     "BERT, selective recompute": Feature("bert", f"--zero-stage 1 {SELECTIVE}", has_mask=True),
+    "FP8, sequence parallel, fusion": Feature(
+        "llama", f"{FP8} --zero-stage 1 --sequence-parallel {FUSION}", tensor=2, is_short=True
+    ),
+    "FP8, experts, stages, split backward": Feature(
+        "llama", f"{FP8} {EXPERTS} --zero-stage 1 --pipeline-schedule zb-h1", pipe=2
+    ),
+    "FP8, experts ep 2, ZeRO 3, full recompute": Feature(
+        "llama", f"{FP8} {EXPERTS} --expert-model-parallel-size 2 --zero-stage 3 {FULL}"
+    ),
+    "FP8 blocks": Feature("gpt2", "--fp8-format e4m3 --fp8-recipe blockwise --zero-stage 1"),
     "fp32": Feature("llama", "--fp32 --zero-stage 1", tensor=2),
     "fp32, T5": Feature("t5", "--fp32 --zero-stage 0", has_mask=True),
     "loss in chunks": Feature("llama", "--zero-stage 1 --loss-chunk-tokens 32"),

@@ -25,6 +25,8 @@ BUDGETS = {
     "gpt2-1.3b": Budget(53.5, 18),
     "llama-3-8b": Budget(56.5, 19),
     "moe": Budget(117.5, 56),
+    "llama-7b-fp8": Budget(119.5, 83),
+    "moe-fp8": Budget(271.5, 138),
     "loss": Budget(10.5, 31),
 }
 """Case -> bytes moved, in bf16 tensors [s, b, h] or for the loss per logit, and launches; see ``layer_cost.SHAPES``."""

@@ -237,6 +237,17 @@ def fp8(device: torch.device = CPU) -> None:
             triton_launch.is_available = is_available
         for name, tensor in actual.items():
             assert torch.equal(_bits(tensor), _bits(expected[name])), f"{name} of a tensor {shape} in {dtype}"
+    _check_batch(device)
+
+
+def _check_batch(device: torch.device) -> None:
+    """Compare the columns of several matrices with those of each matrix."""
+    x = random(3, 70, 37, dtype=torch.bfloat16, device=device).detach()
+    maxima = fp8_quantize.column_maxima(x)
+    quantized = fp8_quantize.quantize_columns(x, maxima)
+    for matrix, columns, transpose in zip(x, maxima, quantized, strict=True):
+        assert torch.equal(columns, fp8_quantize.column_maxima(matrix))
+        assert torch.equal(_bits(transpose), _bits(fp8_quantize.quantize_columns(matrix, columns)))
 
 
 def _quantize(x: torch.Tensor) -> dict[str, torch.Tensor]:

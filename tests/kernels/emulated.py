@@ -184,7 +184,7 @@ def column_maxima_kernel(
     x: torch.Tensor, maxima_bits: torch.Tensor, num_rows: int, width: int, ROWS: int, TILE: int
 ) -> None:
     """Emulate the maxima of columns."""
-    torch.amax(x.abs().float(), 0, out=maxima_bits.view(torch.float32))
+    torch.amax(x.abs().float(), -2, out=maxima_bits.view(torch.float32))
 
 
 def quantize_rows_kernel(x: torch.Tensor, maxima: torch.Tensor, out: torch.Tensor, width: int, BLOCK: int) -> None:
@@ -196,7 +196,8 @@ def quantize_columns_kernel(
     x: torch.Tensor, maxima: torch.Tensor, out: torch.Tensor, num_rows: int, width: int, TILE: int
 ) -> None:
     """Emulate the quantization and transposition of columns."""
-    out.copy_((x.float() * (448.0 / maxima.clamp(min=1e-12))).clamp(-448.0, 448.0).t())
+    scaled = x.float() * (448.0 / maxima.clamp(min=1e-12)).unsqueeze(-2)
+    out.copy_(scaled.clamp(-448.0, 448.0).transpose(-2, -1))
 
 
 EMULATIONS: dict[str, Emulation] = {

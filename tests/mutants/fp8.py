@@ -19,6 +19,11 @@ def maximum_is_that_of_the_shard(original: Any) -> Any:
     return lambda maxima, group: maxima
 
 
+@mutant("megatron.mpu.fp8:_reduced", f"{TESTS}::test_rows_that_are_not_finite_on_another_rank_are_nan")
+def infinite_maximum_becomes_finite(original: Any) -> Any:
+    return lambda maxima, group: original([part.nan_to_num() for part in maxima], group)
+
+
 @mutant("megatron.mpu.fp8:RowwiseProducts.input_grad", NEAR)
 def input_gradient_has_scales_along_the_wrong_axis(original: Any) -> Any:
     def input_grad(self: Any, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
