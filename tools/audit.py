@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from megatron.training.audit import Audit, Reading
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the tool's flags."""
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the tool's flags."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -43,12 +43,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--positions", action="store_true", help="also list the tokens of each rank, with context parallelism"
     )
-    return parser
+    return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Answer the question of the flags; return the exit code."""
-    flags = make_parser().parse_args(argv)
+    flags = parse_args(argv)
     from rich.console import Console
 
     from megatron import log
