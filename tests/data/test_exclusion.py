@@ -104,8 +104,8 @@ def test_excluded_packed_document_has_no_loss() -> None:
 
 
 def test_built_data_have_list_without_new_fingerprint(tmp_path: Path) -> None:
-    for name in "ab":
-        write_documents(tmp_path / name, [30 + len(name)] * 9)
+    for name, length in (("a", 30), ("b", 40)):
+        write_documents(tmp_path / name, [length] * 9)
     paths = {"data_path": f"0.7 {tmp_path / 'a'} 0.3 {tmp_path / 'b'}", "split": "1"}
     options: Any = {"seq_length": 8, "seed": 1, "vocab_size": 50_000, "needed": (True, False, False)}
     plain, _, _ = build_train_valid_test(BlendPaths(**paths), **options)
