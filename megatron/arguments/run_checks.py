@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from megatron.config.debug import DEBUG_IN_TRAINING, DUMP_ONLY
-from megatron.config.logging import LOGGING_IN_TRAINING, WANDB_ONLY
+from megatron.config.logging import LOGGING_IN_TRAINING, TRACKERS
 
 if TYPE_CHECKING:
     from megatron.config.config import Config
@@ -63,16 +63,18 @@ def _flag(name: str) -> str:
 def logging_problems(config: Config) -> Iterator[str]:
     """Yield an error message for each logging flag that has no effect, excludes another flag, or lacks a package."""
     logging_config = config.logging
-    flags = [_flag(name) for name in WANDB_ONLY if name in config.explicit_fields]
-    if flags and not logging_config.wandb_project:
-        yield f"{', '.join(flags)} has no effect without --wandb-project. Add --wandb-project NAME, or remove it"
-    if (
-        logging_config.wandb_project and os.environ.get("RANK", "0") == "0" and not _is_installed("wandb")
-    ):  # only rank 0 imports it
-        yield (
-            "--wandb-project needs the package wandb, which is not installed. Run pip install -e '.[wandb]' or pip "
-            "install wandb, or remove the flag: metrics.jsonl and TensorBoard's files are always written"
-        )
+    for field, (package, extra, dependent_fields) in TRACKERS.items():
+        is_enabled = getattr(logging_config, field) is not None
+        flags = [_flag(name) for name in dependent_fields if name in config.explicit_fields]
+        if flags and not is_enabled:
+            yield f"{', '.join(flags)} has no effect without {_flag(field)}. Add {_flag(field)}, or remove it"
+        # Only rank 0 imports the package.
+        if is_enabled and package and os.environ.get("RANK", "0") == "0" and not _is_installed(package):
+            yield (
+                f"{_flag(field)} needs the package {package}, which is not installed. Run pip install -e '.[{extra}]' "
+                f"or pip install {package}, or remove the flag: metrics.jsonl and TensorBoard's files are always "
+                "written"
+            )
     flags = [_flag(name) for name in LOGGING_IN_TRAINING if name in config.explicit_fields]
     if flags and config.checkpoint.eval_only:
         yield f"{', '.join(flags)} applies to training only, got --eval-only. Remove one of them"

@@ -22,6 +22,7 @@ from megatron.config.option import options_of
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.config.run_length import RunLength
+from megatron.config.secrets import mask_secrets
 from megatron.config.stability import StabilityConfig
 from megatron.errors import ConfigError
 from tds.renamed import warn_renamed
@@ -77,6 +78,8 @@ FIELDS_WITHOUT_FLAG = ("excluded", "requested_train_iters")
 """Fields that have no flag and that scripts do not read."""
 
 PER_RANK_FIELDS = ("local_rank",)
+SECRET_FIELDS = ("mlflow_tracking_uri",)
+"""Fields whose values may contain credentials; ``to_dict`` masks them."""
 """Fields that differ between the ranks of one job and are excluded from dictionaries that ranks compare."""
 
 
@@ -185,11 +188,15 @@ class Config:
         return (*(decoder.REFITTED if self.family_config.KIND == "decoder" else ()), *self.family_config.REFITTED)
 
     def to_dict(self) -> dict[str, Any]:
-        """Convert all settings to plain data for JSON, the same on every rank."""
+        """Convert all settings to plain data for JSON, the same on every rank; secrets in URIs are masked."""
         settings: dict[str, Any] = {"family": self.family}
         for name, values in self.sections().items():
             section = dataclasses.asdict(values)
-            settings[name] = {key: value for key, value in section.items() if key not in PER_RANK_FIELDS}
+            settings[name] = {
+                key: mask_secrets(value) if key in SECRET_FIELDS and value else value
+                for key, value in section.items()
+                if key not in PER_RANK_FIELDS
+            }
         settings["deepspeed"] = dict(self.deepspeed)
         settings["extra"] = {key: _plain(value) for key, value in self.extra.items()}
         return settings

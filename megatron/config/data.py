@@ -166,6 +166,12 @@ class DataConfig:
         "documents, which are kept apart",
         choices=("concat", "best-fit"),
     )
+    exclude: str | None = _decoder_option(
+        None,
+        "text file with documents that get no loss and that no other document attends to; the order of the samples "
+        "does not change, so a resumed run may add it. One document, or FIRST-LAST, per line, counted from 0, after "
+        "its corpus if there are several",
+    )
     fim_rate: float = _decoder_option(
         0.0,
         "fraction of documents whose middle is moved to the end (fill in the middle)",
@@ -198,16 +204,17 @@ class DataConfig:
     @property
     def separates_documents(self) -> bool:
         """True if documents in a sample do not attend to each other."""
-        return self.reset_attention_mask or "segments" in self.packed_keys
+        return self.reset_attention_mask or self.exclude is not None or "segments" in self.packed_keys
 
     @cached_property
     def packed_keys(self) -> tuple[str, ...]:
         """Arrays in a sample in addition to its text: int32, with one entry per token."""
+        excluded_keys = () if self.exclude is None else ("excluded",)
         if self.sft is not None:
-            return "segments", "loss_mask"
+            return "segments", "loss_mask", *excluded_keys
         if self.no_extra_token:
-            return ("loss_mask",)
-        return ("segments",) if self.packing == "best-fit" else ()
+            return "loss_mask", *excluded_keys
+        return ("segments", *excluded_keys) if self.packing == "best-fit" else excluded_keys
 
     @property
     def has_megatron_order(self) -> bool:
@@ -290,6 +297,7 @@ class DataConfig:
         yield from self._schedule_problems()
         yield from self._sft_problems()
         yield from self._order_problems()
+        yield from self._exclude_problems()
         for flag, path in (
             ("--chat-template", self.chat_template),
             ("--vocab-file", self.vocab_file),
@@ -350,6 +358,10 @@ class DataConfig:
                 "native"
             )
 
+    def _exclude_problems(self) -> Iterator[str]:
+        if self.exclude is not None and self.is_mock:
+            yield f"--exclude {self.exclude} has no effect on random tokens, got --data-path mock. Remove one of them"
+
     def _schedule_problems(self) -> Iterator[str]:
         if self.mixture_schedule is None or self.training_path is None:
             return
@@ -379,6 +391,8 @@ class DataConfig:
         if not is_on_one_node or self.is_script_data or self.is_mock:
             return
         yield from self._missing_conversations()
+        if self.exclude is not None and not os.access(self.exclude, os.R_OK):
+            yield f"--exclude must name a file that can be read, got {self.exclude} (looked in {Path.cwd()})"
         for prefix, flag in self.flag_of_prefix.items():
             exists = object_store.is_remote(prefix) or os.path.exists(prefix)
             missing = () if exists else _unreadable_files(prefix, reads_span_files)

@@ -1,4 +1,4 @@
-"""LoggingConfig: layer norms, Weights & Biases, text samples, tasks, profiler."""
+"""LoggingConfig: layer norms, trackers, text samples, tasks, profiler."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatron.config.option import option, parse_steps
+from megatron.config.secrets import MASK
 
 if TYPE_CHECKING:
     pass
@@ -15,8 +16,13 @@ if TYPE_CHECKING:
 
 DEFAULT_PROFILE_STEPS = "11-12"
 """Steps of --profile without a value, as in Megatron-LM."""
-WANDB_ONLY = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")
-"""Fields that take effect with --wandb-project only."""
+TRACKERS = {
+    "wandb_project": ("wandb", "wandb", ("wandb_exp_name", "wandb_save_dir", "wandb_entity")),
+    "swanlab_project": ("swanlab", "swanlab", ("swanlab_mode",)),
+    "mlflow_tracking_uri": ("mlflow", "mlflow", ()),
+    "metrics_port": ("", "", ("metrics_host",)),
+}
+"""Field that enables a tracker -> its package, its extra, and the fields that take effect with it only."""
 LOGGING_IN_TRAINING = ("log_layer_norms", "log_max_attention_logit", "profile", "eval_tasks")
 
 
@@ -54,6 +60,29 @@ class LoggingConfig:
     )
     wandb_save_dir: str | None = option(None, "folder for wandb's files", shown_default="in the run folder")
     wandb_entity: str | None = option(None, "team or user of the project", shown_default="wandb's default")
+    swanlab_project: str | None = option(None, "project of SwanLab to log to", short="log to SwanLab")
+    swanlab_mode: str = option(
+        "cloud",
+        "where SwanLab's records go; cloud: the service, after swanlab login; local: a folder for swanlab watch; "
+        "offline: a folder for swanlab sync",
+        choices=("cloud", "local", "offline"),
+    )
+    mlflow_tracking_uri: str | None = option(
+        None,
+        "tracking server or folder of MLflow to log to, such as http://host:5000 or file:mlruns; the experiment is "
+        "MLFLOW_EXPERIMENT_NAME, and credentials are read from MLFLOW_TRACKING_*",
+        short="log to MLflow",
+    )
+    metrics_port: int | None = option(
+        None,
+        "port on rank 0's host at which Prometheus reads the newest metrics (/metrics, OpenMetrics)",
+        minimum=1,
+        maximum=65535,
+        short="serve metrics for Prometheus",
+    )
+    metrics_host: str = option(
+        "127.0.0.1", "address for --metrics-port; 0.0.0.0: all networks of the host, without authentication"
+    )
     profile: str | None = option(
         None,
         "steps to profile with torch's profiler, counted from 1, such as 5-7 or 5: a Perfetto trace per rank and a "
@@ -71,6 +100,12 @@ class LoggingConfig:
 
     def problems(self) -> Iterator[str]:
         """Yield an error message for each invalid value in this section."""
+        if MASK in (self.mlflow_tracking_uri or ""):
+            yield (
+                f"--mlflow-tracking-uri must be the full URI, got {self.mlflow_tracking_uri}, in which a run's "
+                "config.json hides a secret. Set the flag again, with the credentials in MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD"
+            )
         try:
             self.profiled_steps()
         except ValueError:

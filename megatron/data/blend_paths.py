@@ -35,6 +35,7 @@ class BlendPaths:
         mixture_schedule: changes to the training weights, "1e9: 0.5 0.5; 2e9: 0.2 0.8" (tokens: weights).
         order: sample order, "native" or "megatron" (decoders only).
         surplus: fraction of samples by which Megatron's order exceeds each corpus's share in a blend.
+        exclude: file with documents that have no loss (``megatron.data.exclusion``); decoders only.
     """
 
     data_path: str | None = None
@@ -50,6 +51,7 @@ class BlendPaths:
     mixture_schedule: str | None = None
     order: str = "native"
     surplus: float = 0.005
+    exclude: str | None = None
 
     @property
     def has_separate_splits(self) -> bool:

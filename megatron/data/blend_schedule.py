@@ -121,6 +121,29 @@ class BlendSchedule:
         corpus_idx, sample_idx = phase.blend_index.locate(index - phase.start)
         return corpus_idx, phase.cursors[corpus_idx] + sample_idx
 
+    def index_of(self, corpus_idx: int, sample_idx: int) -> int | None:
+        """Find the run's sample that is sample ``sample_idx`` of a corpus; None if the order never reads it.
+
+        Samples of phases before the first known one are not found.
+        """
+        for phase_idx, phase in enumerate(self.phases):
+            position = sample_idx - phase.cursors[corpus_idx]
+            if position < 0 or not phase.weights[corpus_idx]:
+                continue
+            low, high = 0, 1
+            while phase.blend_index.counts(high)[corpus_idx] <= position:
+                low, high = high, 2 * high
+            while high - low > 1:  # counts(low) <= position < counts(high)
+                middle = (low + high) // 2
+                if phase.blend_index.counts(middle)[corpus_idx] <= position:
+                    low = middle
+                else:
+                    high = middle
+            index = phase.start + low
+            if phase_idx + 1 == len(self.phases) or index < self.phases[phase_idx + 1].start:
+                return index
+        return None
+
     def cursors(self, samples_consumed: int) -> dict[str, int]:
         """Count the samples read per corpus."""
         return self._by_name(self._last_phase_before(samples_consumed).cursors_at(samples_consumed))

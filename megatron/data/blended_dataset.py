@@ -33,12 +33,15 @@ class BlendedDataset:
     ``order`` determines sample i's corpus and the index within the corpus. With a single corpus, sample i is the
     corpus's sample i.
 
+    Args:
+        exclusion: digest of the excluded documents of all corpora; None without ``--exclude``.
+
     Attributes:
         parts: corpus name -> dataset, for statistics by corpus.
     """
 
-    def __init__(self, parts: Mapping[str, MegatronDataset], order: SampleOrder) -> None:
-        self.parts = dict(parts)
+    def __init__(self, parts: Mapping[str, MegatronDataset], order: SampleOrder, exclusion: str | None = None) -> None:
+        self.parts, self.exclusion = dict(parts), exclusion
         self.use_order(order)
 
     def use_order(self, order: SampleOrder) -> None:

@@ -58,6 +58,20 @@ class ConcatenatedDocuments:
                 break
         return slices
 
+    def start_of(self, position: int) -> int:
+        """Count the tokens before the document at ``position`` of the order."""
+        base = 0
+        for segment in self._segments:
+            num_documents = len(segment.document_indices)
+            if position < num_documents:
+                block = position // segment.stride
+                documents = segment.document_indices[block * segment.stride : position]
+                lengths = gather_lengths(self._document_lengths, documents)
+                return base + int(segment.starts[block]) + int(lengths.sum(dtype=np.int64))
+            position -= num_documents
+            base += int(segment.starts[-1])
+        raise IndexError(f"the order has no document at the position {position} after its end")
+
     def _blocks(self, start: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield (documents, token bounds) per block of positions, starting with the block of token ``start``."""
         first_segment = bisect_right(self._ends, start)

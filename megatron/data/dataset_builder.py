@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+
+import numpy as np
 
 from megatron.data.blend_paths import BlendPaths, WeightedPath, short_names
 from megatron.data.blend_resume import make_fingerprint
@@ -13,8 +15,10 @@ from megatron.data.blended_dataset import BlendedDataset, MegatronDataset
 from megatron.data.cache import IndexCache
 from megatron.data.dataset_checks import check_one_sample, check_splits
 from megatron.data.documents import Documents
+from megatron.data.exclusion import Exclusion, digest_of
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.split import split_by_hash, split_documents
+from megatron.errors import DataError
 from megatron.tokenizer.identity import parts
 
 SplitDatasets = tuple[BlendedDataset | None, BlendedDataset | None, BlendedDataset | None]
@@ -78,6 +82,8 @@ def build_datasets(
         for prefix, corpus in opened.items()
     }
 
+    excluded = read_excluded(paths, opened)
+
     def build_split(split_idx: int) -> BlendedDataset | None:
         corpora = corpora_by_split[split_idx]
         if corpora is None:
@@ -91,9 +97,39 @@ def build_datasets(
         schedule = (
             paths.schedule(num_sample_tokens) if split_idx == 0 else [(0, tuple(weight for weight, _ in corpora))]
         )
-        return _blend(corpora, open_corpora, datasets, schedule, tokenizer_identity)
+        exclusion = exclude_documents(datasets, [prefix for _, prefix in corpora], excluded)
+        return _blend(corpora, open_corpora, datasets, schedule, tokenizer_identity, exclusion)
 
     return build_split(0), build_split(1), build_split(2)
+
+
+def read_excluded(paths: BlendPaths, opened: Mapping[str, OpenCorpus]) -> dict[str, np.ndarray] | None:
+    """Read the documents that --exclude lists: prefix -> ascending document indices; None without the flag.
+
+    Raises:
+        DataError: the list cannot be read, or names a corpus or document that does not exist.
+    """
+    if paths.exclude is None:
+        return None
+    num_documents = [corpus.token_file.num_documents for corpus in opened.values()]
+    return Exclusion.read(paths.exclude).by_prefix(list(opened), num_documents)
+
+
+def exclude_documents(
+    datasets: Sequence[MegatronDataset], prefixes: Sequence[str], excluded: Mapping[str, np.ndarray] | None
+) -> str | None:
+    """Set the excluded documents of the datasets of ``prefixes``; return their digest, or None without --exclude.
+
+    Raises:
+        DataError: a dataset cannot exclude documents.
+    """
+    if excluded is None:
+        return None
+    for dataset, prefix in zip(datasets, prefixes, strict=True):
+        if not hasattr(dataset, "excluded"):
+            raise DataError(f"--exclude is supported in samples of decoders only, got {type(dataset).__name__}")
+        dataset.excluded = excluded[prefix]
+    return digest_of(list(excluded.values()))
 
 
 def _drop_zero_weights(corpora: tuple[WeightedPath, ...] | None) -> tuple[WeightedPath, ...] | None:
@@ -122,10 +158,11 @@ def _blend(
     datasets: Sequence[MegatronDataset],
     schedule: Sequence[tuple[int, tuple[float, ...]]],
     tokenizer_identity: str | None,
+    exclusion: str | None,
 ) -> BlendedDataset:
     blend_corpora = describe_corpora([prefix for _, prefix in corpora], open_corpora, datasets, tokenizer_identity)
     parts = {corpus.name: dataset for corpus, dataset in zip(blend_corpora, datasets, strict=True)}
-    return BlendedDataset(parts, BlendSchedule(blend_corpora, schedule))
+    return BlendedDataset(parts, BlendSchedule(blend_corpora, schedule), exclusion)
 
 
 def describe_corpora(

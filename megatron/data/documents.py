@@ -32,6 +32,19 @@ def indices_at(documents: Documents, positions: np.ndarray) -> np.ndarray:
     return documents[positions] if isinstance(documents, np.ndarray) else positions + documents[0]
 
 
+def position_of(documents: Documents, document: int) -> int | None:
+    """Find the position of a document index in ``documents``; None if it is not among them."""
+    if not isinstance(documents, np.ndarray):
+        return document - documents[0] if documents[0] <= document < documents[1] else None
+    position = int(documents.searchsorted(document))
+    return position if position < len(documents) and documents[position] == document else None
+
+
+def windows_of(start: int, stop: int, length: int, overlap: int) -> range:
+    """Find the windows of ``length + overlap`` tokens, one every ``length`` tokens, with tokens start ... stop - 1."""
+    return range(max((start - overlap) // length, 0), (stop - 1) // length + 1) if stop > start else range(0)
+
+
 def gather_lengths(lengths: np.ndarray, indices: np.ndarray) -> np.ndarray:
     """Gather ``lengths[indices]`` without copying ``lengths``, even if it is an unaligned view of a mapped file.
 

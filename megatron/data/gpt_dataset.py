@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 
 from megatron.data.cache import IndexCache
-from megatron.data.documents import Documents, documents_key
+from megatron.data.documents import Documents, DocumentSlice, documents_key
 from megatron.data.fim import Fim
 from megatron.data.megatron_order.epochs import EpochPlan
 from megatron.data.megatron_order.sample_windows import MegatronWindows
@@ -43,6 +44,10 @@ class GPTDataset:
         has_extra_token: False: a sample in Megatron's order has L tokens, and the last token has no label. It is
             {"text": int64[L + 1], "loss_mask": int32[L + 1]} with an unused token 0 at the end.
 
+    Attributes:
+        excluded: int64, ascending indices of documents whose tokens are replaced by 0; a sample then also has
+            "excluded": int32[L + 1], 1 for these tokens. None: no document is excluded, and samples lack the key.
+
     Raises:
         DataError: the documents have fewer tokens than one sample.
     """
@@ -68,6 +73,7 @@ class GPTDataset:
         self.token_file, self.documents, self.seq_length, self.seed = token_file, documents, seq_length, seed
         self.packing, self.fim, self.megatron_samples = packing, fim, megatron_samples
         self.has_extra_token = has_extra_token
+        self.excluded: np.ndarray | None = None
         self._draw_key = (draws, seed) if draws else (seed,)
         self._windows = self._make_windows(cache)
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
@@ -136,6 +142,25 @@ class GPTDataset:
             DataError: the sample cannot be read; the message names the sample, the document and the file position.
         """
         slices = self._windows.slices(index)
+        sample = self._make_sample(index, slices)
+        if self.excluded is None:
+            return sample
+        is_excluded = np.isin([doc_slice.document for doc_slice in slices], self.excluded)
+        flags = np.zeros(self.seq_length + 1, np.int32)
+        slice_flags = np.repeat(is_excluded, [doc_slice.length for doc_slice in slices])
+        flags[: len(slice_flags)] = slice_flags
+        named_sample = sample if isinstance(sample, dict) else {"text": sample}
+        return {**named_sample, "text": np.where(flags > 0, _PADDING, named_sample["text"]), "excluded": flags}
+
+    def slices(self, index: int) -> list[DocumentSlice]:
+        """Find the document slices in sample ``index``, in their order in the sample."""
+        return self._windows.slices(index)
+
+    def samples_of(self, document: int, first: int, stop: int) -> list[int]:
+        """Find the samples from ``first`` to ``stop`` - 1 with tokens of ``document``, in ascending order."""
+        return self._windows.samples_of(document, first, stop)
+
+    def _make_sample(self, index: int, slices: Sequence[DocumentSlice]) -> np.ndarray | dict[str, np.ndarray]:
         text, slice_lengths = read_slices(self.token_file, index, slices), [doc_slice.length for doc_slice in slices]
         if self.fim is not None:
             text = self.fim.apply(text, slice_lengths, *self._draw_key, int(index))

@@ -166,6 +166,21 @@ class SliceIndex:
         num_before = int(self._full_ends[row - 1]) if row else 0
         return int(self._long_documents[row]), (slice_idx - num_before) * self.step
 
+    def full_slices_of(self, document: int) -> range:
+        """Find the full slices of ``document``."""
+        row = int(np.searchsorted(self._long_documents, document))
+        if row == len(self._long_documents) or self._long_documents[row] != document:
+            return range(0)
+        return range(int(self._full_ends[row - 1]) if row else 0, int(self._full_ends[row]))
+
+    def last_slice_of(self, document: int, document_length: int) -> tuple[int, int] | None:
+        """Find (length, index among the last slices of this length); None if the document has no last slice."""
+        length = document_length - max(document_length - 2, 0) // self.step * self.step
+        start, count = self.starts[length], int(self.last_counts[length])
+        slot = int(np.searchsorted(self.by_length[start : start + count], document))
+        is_found = slot < count and self.by_length[start + slot] == document
+        return (length, slot) if is_found else None
+
     @property
     def num_bytes(self) -> int:
         """Index memory in bytes."""
@@ -316,6 +331,29 @@ class PackedSampleIndex:
             return [DocumentSlice(*self._slice_index.full_slice(sample_idx), self.capacity)]
         group_idx = int(np.searchsorted(self._group_starts, sample_idx, "right")) - 1
         return self._packed_slices(self._shares[group_idx], sample_idx - int(self._group_starts[group_idx]), epoch)
+
+    def samples_of(self, document: int, first: int, stop: int) -> list[int]:
+        """Find the samples from ``first`` to ``stop`` - 1 with tokens of ``document``, in ascending order."""
+        indices: list[int] = []
+        last_slice = self._slice_index.last_slice_of(document, int(self.token_file.document_lengths[document]))
+        for epoch in range(first // self.per_epoch, -(-stop // self.per_epoch)):
+            samples = list(self._slice_index.full_slices_of(document))
+            if last_slice is not None:
+                length, slot = last_slice
+                slice_idx = Permutation(self._counts[length], "pieces", self.seed, epoch, length).inverse(slot)
+                samples.append(self._sample_with(length, slice_idx))
+            permutation = Permutation(self.per_epoch, "samples", self.seed, epoch)
+            indices += [epoch * self.per_epoch + permutation.inverse(sample_idx) for sample_idx in samples]
+        return sorted(index for index in indices if first <= index < stop)
+
+    def _sample_with(self, length: int, slice_idx: int) -> int:
+        """Find the sample, before the permutation, with slice ``slice_idx`` of those with ``length`` tokens."""
+        for group_idx, shares in enumerate(self._shares):
+            start, stop = self._group_starts[group_idx : group_idx + 2].tolist()
+            for share in shares:
+                if share.length == length and 0 <= slice_idx - share.first < share.per_sample * (stop - start):
+                    return int(start) + (slice_idx - share.first) // share.per_sample
+        raise IndexError(f"no sample has slice {slice_idx} of {length} tokens")
 
     def _packed_slices(self, shares: Sequence[Share], idx_in_group: int, epoch: int) -> list[DocumentSlice]:
         """Find the document slices in sample ``idx_in_group`` of the group with slice lengths ``shares``."""

@@ -40,6 +40,13 @@ class Permutation:
             value = self._apply_rounds(value)
         return value
 
+    def inverse(self, image: int) -> int:
+        """Return the index whose image is ``image``."""
+        value = self._invert_rounds(image)
+        while value >= self.size:
+            value = self._invert_rounds(value)
+        return value
+
     def array(self, indices: np.ndarray) -> np.ndarray:
         """Return the images of ``indices`` as int64."""
         values = indices.astype(np.uint64)
@@ -60,6 +67,13 @@ class Permutation:
         left, right = value >> self._half_bits, value & self._mask
         for key in self._keys:
             left, right = right, left ^ (_mix(right ^ key) & self._mask)
+        return (left << self._half_bits) | right
+
+    def _invert_rounds(self, value: int) -> int:
+        """Invert ``_apply_rounds``."""
+        left, right = value >> self._half_bits, value & self._mask
+        for key in reversed(self._keys):
+            left, right = right ^ (_mix(left ^ key) & self._mask), left
         return (left << self._half_bits) | right
 
     def _cycle_walk(self, values: np.ndarray) -> None:

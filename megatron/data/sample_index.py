@@ -20,6 +20,8 @@ from megatron.data.documents import (
     gather_lengths,
     index_dtype,
     indices_at,
+    position_of,
+    windows_of,
 )
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.permutation import Permutation
@@ -60,6 +62,14 @@ class DocumentIndex(ConcatenatedDocuments):
             cache.keep_newest(name_prefix, _MAX_CACHED_EPOCHS)
             segments = [self._segment_from_content(content, segment) for segment, content in enumerate(contents)]
         super().__init__(source.document_lengths, segments)
+
+    def token_range(self, document: int) -> tuple[int, int] | None:
+        """Find the tokens (start, stop) of a document in the concatenation; None if it is not among the documents."""
+        position = position_of(self._documents, document)
+        if position is None:
+            return None
+        start = self.start_of(self._permutation.inverse(position))
+        return start, start + int(self._document_lengths[document])
 
     def _segment_arrays(self, segment: int) -> list[np.ndarray]:
         """Compute the arrays to store in a segment's cache file."""
@@ -164,6 +174,22 @@ class SampleIndex:
         epoch = self._epoch(epoch_idx)
         start = epoch.windows(index_in_epoch) * self.length
         return epoch.documents.slices(start, start + self.length + self.overlap)
+
+    def samples_of(self, document: int, first: int, stop: int) -> list[int]:
+        """Find the windows from ``first`` to ``stop`` - 1 with tokens of ``document``, in ascending order."""
+        indices: list[int] = []
+        for epoch_idx in range(first // self.per_epoch, -(-stop // self.per_epoch)):
+            epoch = self._epoch(epoch_idx)
+            token_range = epoch.documents.token_range(document)
+            if token_range is None:
+                return []
+            windows = windows_of(*token_range, self.length, self.overlap)
+            indices += [
+                epoch_idx * self.per_epoch + epoch.windows.inverse(window)
+                for window in windows
+                if window < self.per_epoch
+            ]
+        return sorted(index for index in indices if first <= index < stop)
 
     def slices_in_epoch(self, epoch: int, start: int, length: int) -> list[DocumentSlice]:
         """Find the slices for the ``length`` tokens from ``start`` on in an epoch's concatenated documents."""

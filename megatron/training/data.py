@@ -32,6 +32,7 @@ class RunData:
         order: order in which the training samples come from the corpora, if the data set reports it.
         corpora: split -> weights by corpus name, for splits with several corpora.
         has_training: True if the run has training data; a run without steps needs none.
+        exclusion: digest of the documents that --exclude lists; None without the flag.
     """
 
     datasets: dict[str, Samples]
@@ -39,6 +40,7 @@ class RunData:
     order: SampleOrder | None = None
     corpora: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     has_training: bool = True
+    exclusion: str | None = None
 
     def batches(
         self, split: str, config: Config, world: World, samples_consumed: int = 0, corpus: str | None = None,
@@ -155,6 +157,7 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
             provided = _mock_data(config, num_samples) if config.data.is_mock else provider(num_samples)
             opened = dict(zip(SPLITS, provided, strict=True))
             datasets = {split: dataset for split, dataset in opened.items() if dataset is not None}
+            _check_exclusion(config, datasets)
         except DataError as error:
             failure = error
     all_rank_data = world.grid.host.gather_objects(RankData.from_datasets(datasets, world.reads_data, failure))
@@ -164,7 +167,21 @@ def open_data(provider: DatasetsProvider, config: Config, world: World) -> RunDa
     if problem:
         raise DataError(problem)
     reader = next((rank_data for rank_data in all_rank_data if rank_data.reads_data), all_rank_data[0])
-    return RunData(datasets, reader.fingerprint, reader.order, reader.corpora, "train" in reader.identities)
+    has_training = "train" in reader.identities
+    return RunData(datasets, reader.fingerprint, reader.order, reader.corpora, has_training, reader.exclusion)
+
+
+def _check_exclusion(config: Config, datasets: Mapping[str, Samples]) -> None:
+    """Raise DataError if a data set of the script would ignore --exclude."""
+    if config.data.exclude is None:
+        return
+    for split, dataset in datasets.items():
+        if getattr(dataset, "exclusion", None) is None:
+            raise DataError(
+                f"--exclude {config.data.exclude} has no effect on the {split} data of this script, a "
+                f"{type(dataset).__name__}. Build the data with megatron.data.build_train_valid_test and "
+                "get_data_paths(), or remove the flag"
+            )
 
 
 def _mock_data(config: Config, num_samples: Sequence[int]) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ class RankData:
         problem: error message if the data could not be opened.
         reads_data: True if this rank reads data.
         identities: split -> text that identifies the data set.
+        exclusion: digest of the documents that --exclude lists.
     """
 
     problem: str | None
@@ -30,6 +31,7 @@ class RankData:
     order: SampleOrder | None = None
     corpora: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     identities: Mapping[str, str] = field(default_factory=dict)
+    exclusion: str | None = None
 
     @classmethod
     def from_datasets(cls, datasets: Mapping[str, Samples], reads_data: bool, failure: Exception | None) -> RankData:
@@ -44,6 +46,7 @@ class RankData:
             order=None if ordered is None else ordered.order,
             corpora={split: weights for split, dataset in datasets.items() if len(weights := _weights(dataset)) > 1},
             identities={split: identity_text(dataset) for split, dataset in datasets.items()},
+            exclusion=next(filter(None, (getattr(dataset, "exclusion", None) for dataset in datasets.values())), None),
         )
 
 
@@ -65,6 +68,8 @@ def identity_text(dataset: object) -> str:
     """Return a text that identifies ``dataset``: equal on ranks with the same samples in the same order."""
     ordered = as_ordered(dataset)
     text = f"fingerprint {_fingerprint(dataset)}"
+    if exclusion := getattr(dataset, "exclusion", None):
+        text += f" without the documents {exclusion}"
     if ordered is None:
         return f"{len(dataset)} samples and {text}" if isinstance(dataset, Sized) else text
     order = repr((ordered.order.corpora, ordered.order.schedule)).encode()

@@ -103,6 +103,31 @@ def _check_unknown_data(consumed: int, allow_change: bool) -> None:
     log.info(f"data: {problem}; continuing as if they were the first samples of the current data")
 
 
+EXCLUSION = "excluded_documents"
+"""Key of the digest of --exclude in checkpoint metadata."""
+
+
+def check_exclusion(metadata: Mapping[str, Any], exclusion: str | None, *, allow_change: bool) -> None:
+    """Check that a resumed run still excludes documents if the checkpoint's run did. A new or changed list is logged.
+
+    Args:
+        exclusion: digest of this run's list; None without --exclude.
+
+    Raises:
+        CheckpointError: the checkpoint has a list, but this run has none; the same on every rank.
+    """
+    saved = metadata.get(EXCLUSION)
+    if saved == exclusion:
+        return
+    if exclusion is None and not allow_change:
+        raise CheckpointError(
+            f"the run of the checkpoint excluded documents (--exclude, list {saved}), but this run has no list: their "
+            "tokens would be trained on again. Set --exclude, or add --allow-data-change"
+        )
+    change = "new" if saved is None else f"was {saved}"
+    log.info(f"data: --exclude: list {exclusion or 'none'} ({change}); the order of the samples does not change")
+
+
 def data_to_save(data: RunData, samples_consumed: int, loaded: SavedData) -> SavedData:
     """Return the training data identity and the position after ``samples_consumed`` samples.
 

@@ -62,6 +62,7 @@ def get_data_paths() -> BlendPaths:
         mixture_schedule=settings.mixture_schedule,
         order=settings.data_order,
         surplus=settings.mid_level_dataset_surplus,
+        exclude=settings.exclude,
     )
 
 

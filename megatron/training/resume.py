@@ -38,7 +38,7 @@ from megatron.training.checkpoint_checks import check_fits, check_tokenizer, has
 from megatron.training.checkpoint_lineage import CheckpointLineage
 from megatron.training.checkpoint_source import is_deepspeed_folder
 from megatron.training.compatibility import layout_text, warn_of_changes, warn_of_weights
-from megatron.training.data_resume import SavedData, resume_order
+from megatron.training.data_resume import SavedData, check_exclusion, resume_order
 from megatron.training.finished_run import finished_text
 from megatron.training.loss_scale_resume import restore_scaler
 from megatron.training.pretrained import is_pretrained, load_pretrained
@@ -121,6 +121,8 @@ def resume(trainer: Trainer, paths: RunPaths, tokenizer: str | None) -> ResumedC
                     allow_change=flags.allow_data_change,
                     config=config,
                 )
+                if trainer.data.has_training:
+                    check_exclusion(metadata, trainer.data.exclusion, allow_change=flags.allow_data_change)
             fingerprint = trainer.data.fingerprint if trainer.data.order is None else None
             check_fits(checkpoint, config, fingerprint, options)
 

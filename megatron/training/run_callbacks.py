@@ -109,4 +109,7 @@ def reporting_callbacks(config: Config, parameter_counts: Sequence[int]) -> list
         CallbackRow(True, "metrics_writer:Metrics"),
         CallbackRow(not config.checkpoint.eval_only, "proof_writer:ProofWriter"),
         CallbackRow(bool(config.logging.wandb_project), "wandb:Wandb"),
+        CallbackRow(bool(config.logging.swanlab_project), "swanlab:SwanLab"),
+        CallbackRow(bool(config.logging.mlflow_tracking_uri), "mlflow:MLflow"),
+        CallbackRow(config.logging.metrics_port is not None, "open_metrics:OpenMetrics"),
     ]

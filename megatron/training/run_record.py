@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron import files
 from megatron.config import Config
+from megatron.config.secrets import mask_secrets
 from megatron.training.world import World
 
 VERSIONS = "versions.json"
@@ -32,7 +33,8 @@ def write_run_record(folder: Path, config: Config, world: World, step: int) -> N
     with open(folder / "command.txt", "a", encoding="utf-8") as file:
         defaults = os.environ.get("MEGATRON_DEFAULTS", "")
         defaults_text = f"MEGATRON_DEFAULTS={shlex.quote(defaults)} " if defaults else ""
-        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {defaults_text}{shlex.join([sys.executable, *sys.argv])}\n")
+        command = mask_secrets(f"{defaults_text}{shlex.join([sys.executable, *sys.argv])}")
+        file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {command}\n")
     files.replace_bytes(folder / VERSIONS, _json(versions(world)))
     with open(folder / "starts.jsonl", "a", encoding="utf-8") as file:
         start_entry = {"step": step, "time": time.time(), "ranks": world.grid.topology.world_size}

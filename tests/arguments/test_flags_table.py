@@ -145,6 +145,8 @@ REQUIRED_FLAGS = {
     **dict.fromkeys(
         ("--wandb-exp-name", "--wandb-name", "--wandb-save-dir", "--wandb-entity"), ["--wandb-project", "p"]
     ),
+    "--swanlab-mode": ["--swanlab-project", "p"],
+    "--metrics-host": ["--metrics-port", "9464"],
     "--rampup-batch-size": ["--batch-size", "1", "--gas", "8"],
     "--step-batch-size-schedule": ["--batch-size", "2"],
     **{
@@ -485,7 +487,7 @@ def default_namespace(family: str) -> argparse.Namespace:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_supported_flag_changes_field(family, tmp_path, monkeypatch, pytestconfig):
     """The short run tests every flag with GPT-2, and with other families those that differ from GPT-2's."""
-    for name in ("wandb", "lm_eval"):  # they need not be installed
+    for name in ("wandb", "swanlab", "mlflow", "lm_eval"):  # they need not be installed
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     is_full_run = family == "gpt2" or pytestconfig.getoption("--all")
     differing_names = {*FAMILIES[family].config.DEFAULTS} | {option.name for option in family_options(family)} - {

@@ -300,6 +300,8 @@ SHADOWED = {
     "wandb_exp_name": "--wandb-exp-name a",
     "wandb_save_dir": "--wandb-save-dir a",
     "wandb_entity": "--wandb-entity a",
+    "swanlab_mode": "--swanlab-mode local",
+    "metrics_host": "--metrics-host 0.0.0.0",
 }
 """Field -> flags next to which it has no effect on one rank; "t5:" names another family."""
 NEVER_SHADOWED = set(
@@ -323,9 +325,9 @@ NEVER_SHADOWED = set(
     loss_average optimizer lr lr_decay_style lr_warmup_iters lr_warmup_samples lr_embedding decoupled_lr lr_by_name
     weight_decay_by_name weight_decay_incr_style start_weight_decay end_weight_decay clip_grad offload_optimizer dtype
     fp8_format
-    data_path sft tokenizer_type eod_token
+    data_path sft tokenizer_type eod_token exclude
     save load resume no_save_optim keep_last
-    sample_prompts wandb_project
+    sample_prompts wandb_project swanlab_project mlflow_tracking_uri metrics_port
     seed deterministic log_interval exit_interval kill_switch_path exit_duration_in_mins tensorboard_dir
     deepspeed_config config strict_flags ignore_unknown_flags verbose_deepspeed dry_run prove_only progress local_rank
     """.split()

@@ -362,6 +362,46 @@ def resumed_run_reads_from_the_first_sample(original: Any) -> Any:
 
 
 @mutant(
+    "megatron.data.documents:windows_of",
+    "tests/data/test_document_lookup.py::test_samples_of_document_equal_search[concat-all]",
+)
+def only_the_first_window_of_a_document_is_found(original: Any) -> Any:
+    return lambda start, stop, length, overlap: original(start, start + 1, length, overlap)
+
+
+@mutant(
+    "megatron.data.gpt_fields:gpt2_fields",
+    "tests/data/test_exclusion.py::test_excluded_document_has_no_loss_and_its_own_segment",
+)
+def other_documents_attend_to_excluded_ones(original: Any) -> Any:
+    def fields(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if kwargs.get("excluded") is not None and kwargs.get("segments") is None:
+            result["segment_ids"] = torch.zeros_like(result["segment_ids"])
+        return result
+
+    return fields
+
+
+@mutant(
+    "megatron.data.gpt_fields:gpt2_fields", "tests/data/test_exclusion.py::test_excluded_packed_document_has_no_loss"
+)
+def excluded_documents_keep_their_loss(original: Any) -> Any:
+    def fields(*args: Any, excluded: Any = None, **kwargs: Any) -> Any:
+        return original(*args, **kwargs)
+
+    return fields
+
+
+@mutant(
+    "megatron.training.sample_history:share_of",
+    "tests/training/test_sample_history.py::test_reader_equals_data_loader[dp2-True]",
+)
+def audit_ignores_interleaved_replicas(original: Any) -> Any:
+    return lambda count, replicas, replica, is_interleaved=False: original(count, replicas, replica)
+
+
+@mutant(
     "megatron.data.data_loader:DataLoader.length_at",
     "tests/data/test_growing_length.py::test_every_token_is_label_once_for_any_schedule",
 )

@@ -11,6 +11,10 @@ from tests.helpers.documented_commands import Clone, documented_commands, find_s
 from tests.helpers.legacy_files import NUM_HEADS, make_model, write_cpm1_checkpoint
 
 SMOKE_COMMANDS = {
+    "tools/audit.py": [
+        "python tools/audit.py runs/gpt2-20260101-120000 --document 17",
+        "python tools/audit.py runs/gpt2-20260101-120000 --step 120 --positions --step 12",
+    ],
     "tools/average.py": [
         "python tools/average.py runs/my-run --last 4 --output runs/mean",
         "python tools/average.py runs/one runs/another --output runs/soup",
@@ -146,7 +150,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
     (folder / "news.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
     clone.run(TRAIN_COMMAND)
     shutil.copytree(folder / "one", folder / "two")
-    for name in ("one", "another", "other"):
+    for name in ("one", "another", "other", "gpt2-20260101-120000"):
         shutil.copytree(folder / "runs/my-run", folder / "runs" / name)
     weights = {name: parameter.detach() for name, parameter in make_model().named_parameters()}
     write_cpm1_checkpoint(folder / "CPM-large", weights)

@@ -7,7 +7,6 @@ import math
 import re
 import shutil
 import sys
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,18 +17,16 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.config import parse
-from megatron.errors import ConfigError
 from megatron.mpu.groups import build_grid
 from megatron.mpu.topology import Topology
-from megatron.training.callbacks import wandb as callbacks_wandb
 from megatron.training.callbacks.layer_norms import group_of
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.callbacks.speed_monitor import by_stage
-from megatron.training.callbacks.wandb import Wandb, open_wandb
 from megatron.training.data import RunData
 from megatron.training.save_status import SaveStatus
 from megatron.training.trainer import Callback, Trainer
 from megatron.training.world import World
+from tests.helpers.fake_trackers import FakeWandb
 from tests.helpers.harness import run_ranks
 from tests.helpers.runs import ROOT, make_flags, train_ranks
 from tools.report import describe_state
@@ -243,130 +240,8 @@ def test_norm_group_is_layer_or_module(name: str, group: str) -> None:
     assert group_of(name) == group
 
 
-@pytest.mark.parametrize("has_finished", [True, False])
-def test_exception_marks_wandb_run_as_failed(has_finished: bool, fake_wandb: FakeWandb, tmp_path: Path) -> None:
-    callback = Wandb()
-    callback._open(make_config("--wandb-project p"), tmp_path)
-    if has_finished:
-        callback.on_train_end()
-    else:
-        callback.on_exception(ValueError())
-    assert fake_wandb.calls[-1] == ("finish", int(not has_finished))
-
-
-class FakeWandb:
-    """A module ``fake_wandb`` that notes what it is asked for."""
-
-    def __init__(self, error: str = "") -> None:
-        self.error, self.calls = error, []  # type: ignore[var-annotated]
-        self.run = SimpleNamespace(
-            id="abc",
-            log=self._log,
-            define_metric=lambda *names, **kwargs: self.calls.append(("define", names, kwargs)),
-            finish=lambda exit_code: self.calls.append(("finish", exit_code)),
-        )
-
-    def init(self, **kwargs: Any) -> Any:
-        if self.error:
-            raise RuntimeError(self.error)
-        self.calls.append(("init", kwargs))
-        return self.run
-
-    def _log(self, values: dict[str, float]) -> None:
-        if any(math.isnan(value) for value in values.values()):
-            raise OSError("the network is down")
-        self.calls.append(("log", values))
-
-
-@pytest.fixture
-def fake_wandb(monkeypatch: pytest.MonkeyPatch) -> FakeWandb:
-    fake = FakeWandb()
-    monkeypatch.setitem(sys.modules, "wandb", fake)  # type: ignore[arg-type]
-    return fake
-
-
 def make_config(extra: str) -> Any:
     return parse(f"--data-path none --dry-run --vocab-size 9 {extra}".split(), world_size=1)
-
-
-def test_wandb_logs_values_by_step(fake_wandb: FakeWandb, tmp_path: Path) -> None:
-    run = open_wandb(make_config("--wandb-project p --wandb-name n --wandb-entity e"), tmp_path)
-    assert run is not None
-    run.write("train", 3, {"train/loss": 2.5})
-    run.write("train", 2, {"train/loss": 2.25})
-    run.close()
-    call_name, init_args = fake_wandb.calls[0]
-    assert (call_name, init_args["project"], init_args["name"], init_args["entity"]) == ("init", "p", "n", "e")
-    assert (init_args["id"], init_args["resume"], init_args["dir"]) == (None, "allow", str(tmp_path))
-    assert init_args["config"]["run"]["seed"] == 1234
-    assert ("define", ("train/*",), {"step_metric": "train/step"}) in fake_wandb.calls
-    logs = fake_wandb.calls[-3:-1]
-    assert logs == [("log", {"train/loss": 2.5, "train/step": 3}), ("log", {"train/loss": 2.25, "train/step": 2})]
-    assert fake_wandb.calls[-1] == ("finish", 0)
-
-
-def test_resumed_run_reuses_wandb_id_and_folder_name(fake_wandb: FakeWandb, tmp_path: Path) -> None:
-    config = make_config(f"--wandb-project p --wandb-save-dir {tmp_path / 'made' / 'w'}")
-    for expected_id in (None, "abc"):
-        fake_wandb.calls.clear()
-        assert open_wandb(config, tmp_path) is not None
-        init_args = fake_wandb.calls[0][1]
-        assert (init_args["id"], init_args["name"], init_args["dir"]) == (
-            expected_id,
-            tmp_path.name,
-            str(tmp_path / "made" / "w"),
-        )
-    assert (tmp_path / "made" / "w").is_dir()
-
-
-def test_wandb_start_failure_raises_and_send_failure_warns(
-    fake_wandb: FakeWandb, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert open_wandb(make_config(""), tmp_path) is None and not fake_wandb.calls
-    run = open_wandb(make_config("--wandb-project p"), tmp_path)
-    assert run is not None
-    for loss in (math.nan, 1.0):
-        run.write("train", 1, {"train/loss": loss})
-    run.close()
-    assert capsys.readouterr().err.count("no further records are sent to Weights & Biases (OSError: the network") == 1
-    assert not [call for call in fake_wandb.calls if call[0] in ("log", "finish")]
-    fake_wandb.error = "not logged in"
-    with pytest.raises(ConfigError, match="--wandb-project p: RuntimeError: not logged in. Run wandb"):
-        open_wandb(make_config("--wandb-project p"), tmp_path)
-
-
-def test_installed_wandb_accepts_calls_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb", reason="wandb is not installed: pip install -e '.[wandb]'")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    for _ in range(2):
-        run = open_wandb(make_config("--wandb-project p"), tmp_path)
-        assert run is not None
-        run.write("train", 1, {"train/loss": 2.5})
-        run.close()
-    run_id = json.loads((tmp_path / "wandb.json").read_text())["id"]
-    assert len(list(tmp_path.glob(f"wandb/offline-run-*-{run_id}/run-{run_id}.wandb"))) >= 1
-
-
-def test_wandb_finish_has_time_limit(
-    fake_wandb: FakeWandb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(callbacks_wandb, "CLOSE_TIMEOUT_S", 0.05)
-    run = open_wandb(make_config("--wandb-project p"), tmp_path)
-    assert run is not None
-    release = threading.Event()
-    fake_wandb.run.finish = lambda exit_code: release.wait(20) or fake_wandb.calls.append(("ended late", exit_code))
-    run.close()
-    release.set()
-    assert not [call for call in fake_wandb.calls if call[0] == "ended late"]
-    assert "did not receive all records within 0.05 s" in capsys.readouterr().err
-
-
-def test_unwritable_wandb_id_warns(
-    fake_wandb: FakeWandb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("megatron.files.replace_bytes", lambda *_: (_ for _ in ()).throw(OSError(28, "full")))
-    assert open_wandb(make_config("--wandb-project p"), tmp_path) is not None
-    assert "wandb.json could not be written ([Errno 28] full)" in capsys.readouterr().err
 
 
 def time_slow_close(rank: int) -> float:
@@ -413,7 +288,7 @@ def test_only_rank_0_sends_recorded_values_to_wandb(
         record["loss"] if record["kind"] == "train" else None for record in written_records
     ]
     assert sent_values[0]["train/memory_bytes/stage 1"] == written_records[0]["memory_bytes"]["stage 1"]
-    assert json.loads((tmp_path / "run" / "wandb.json").read_text()) == {"id": "abc"}
+    assert json.loads((tmp_path / "run" / "wandb.json").read_text())["id"] == "abc"
 
 
 def read_contents(folder: Path) -> dict[str, bytes]:
@@ -479,20 +354,3 @@ def test_bytes_before_model_do_not_exceed_recorded_memory(run_dirs: dict[str, Pa
                 sum(bytes_ for component, bytes_ in entry["estimated_parts"].items() if component != "host")
                 == entry["estimated_bytes"]
             )
-
-
-def test_evaluation_is_separate_wandb_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / callbacks_wandb.ID_FILE_NAME).write_text('{"id": "of training"}')
-    requested_ids: list[Any] = []
-
-    def init(**kwargs: Any) -> Any:
-        requested_ids.append(kwargs["id"])
-        return SimpleNamespace(id="new", define_metric=lambda *_, **__: None)
-
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    open_wandb(make_config("--wandb-project p --eval-only --load x"), tmp_path)
-    assert requested_ids == [None] and json.loads((tmp_path / callbacks_wandb.ID_FILE_NAME).read_text()) == {
-        "id": "of training"
-    }
-    open_wandb(make_config("--wandb-project p"), tmp_path)
-    assert requested_ids == [None, "of training"]

@@ -32,8 +32,8 @@ from megatron.training.startup import run
 from megatron.training.step_result import StepResult
 from megatron.training.trainer import Trainer
 from tests.helpers import runs
+from tests.helpers.fake_trackers import FakeWandb
 from tests.helpers.harness import run_ranks
-from tests.training.test_monitoring import FakeWandb
 
 NUM_STEPS = 6
 BASE_FLAGS = (

@@ -10,7 +10,13 @@ import numpy as np
 from megatron.data.blend_paths import BlendPaths, WeightedPath
 from megatron.data.blended_dataset import BlendedDataset
 from megatron.data.cache import IndexCache
-from megatron.data.dataset_builder import OpenCorpus, SplitDatasets, describe_corpora
+from megatron.data.dataset_builder import (
+    OpenCorpus,
+    SplitDatasets,
+    describe_corpora,
+    exclude_documents,
+    read_excluded,
+)
 from megatron.data.documents import count_tokens
 from megatron.data.gpt_dataset import GPTDataset
 from megatron.data.megatron_order.order import MegatronOrder, normalized_shares
@@ -53,6 +59,7 @@ def build_in_megatron_order(
     opened = {prefix: open_corpus(prefix, cache) for prefix in prefixes}
     for corpus in opened.values():
         _check_sequences(corpus)
+    excluded = read_excluded(paths, opened)
 
     def build_split(split_idx: int) -> BlendedDataset | None:
         corpora = corpora_by_split[split_idx]
@@ -81,7 +88,9 @@ def build_in_megatron_order(
             cache_path=paths.cache_path,
         )
         _check_surplus(order, paths.surplus)
-        return BlendedDataset({corpus.name: data for corpus, data in zip(described, datasets, strict=True)}, order)
+        exclusion = exclude_documents(datasets, [prefix for _, prefix in corpora], excluded)
+        parts = {corpus.name: data for corpus, data in zip(described, datasets, strict=True)}
+        return BlendedDataset(parts, order, exclusion)
 
     return build_split(0), build_split(1), build_split(2)
 

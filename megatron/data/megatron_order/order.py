@@ -67,6 +67,14 @@ class MegatronOrder:
         corpora, indices = self._blend
         return int(corpora[index]), int(indices[index])
 
+    def index_of(self, corpus_idx: int, sample_idx: int) -> int | None:
+        """Find the run's sample that is sample ``sample_idx`` of a corpus; None if the order never reads it."""
+        if self.shares is None:
+            return sample_idx if sample_idx < self.num_samples else None
+        corpora, indices = self._blend
+        positions = np.flatnonzero((corpora == corpus_idx) & (indices == sample_idx))
+        return int(positions[0]) if len(positions) else None
+
     def cursors(self, samples_consumed: int) -> dict[str, int]:
         """Count the samples read per corpus."""
         if self.shares is None:

@@ -10,7 +10,7 @@ import numpy as np
 from megatron import log
 from megatron.data.cache import IndexCache
 from megatron.data.concatenated_documents import ConcatenatedDocuments, Segment
-from megatron.data.documents import DocumentSlice, TokenSource, count_tokens, gather_lengths
+from megatron.data.documents import DocumentSlice, TokenSource, count_tokens, gather_lengths, windows_of
 from megatron.data.megatron_order.epochs import plan_epochs
 from megatron.data.megatron_order.permutations import permuted_documents, permuted_samples
 
@@ -52,7 +52,7 @@ class MegatronWindows:
         self.plan = plan_epochs(self.num_tokens, seq_length, num_samples, extra_tokens)
         self.per_epoch = (self.num_tokens - extra_tokens) // seq_length
         starts, sample_order, document_order = self._split_content(self._read_content(cache))
-        self._sample_order = sample_order
+        self._sample_order, self._document_order = sample_order, document_order
         self._concatenation = ConcatenatedDocuments(source.document_lengths, [Segment(starts, document_order, _STRIDE)])
 
     def slices(self, index: int) -> list[DocumentSlice]:
@@ -65,6 +65,15 @@ class MegatronWindows:
             raise IndexError(f"{self._source.prefix} has {self.plan.num_samples} ordered samples, got index {index}")
         start = int(self._sample_order[index]) * self.seq_length
         return self._concatenation.slices(start, start + self.seq_length + self.extra_tokens)
+
+    def samples_of(self, document: int, first: int, stop: int) -> list[int]:
+        """Find the samples from ``first`` to ``stop`` - 1 with tokens of ``document``, in ascending order."""
+        length, windows = int(self._source.document_lengths[document]), list[int]()
+        for position in np.flatnonzero(self._document_order == document).tolist():
+            start = self._concatenation.start_of(position)
+            windows += windows_of(start, start + length, self.seq_length, self.extra_tokens)
+        indices = np.flatnonzero(np.isin(self._sample_order[first:stop], windows))
+        return [first + index for index in indices.tolist()]
 
     @property
     def _num_positions(self) -> int:

@@ -23,7 +23,7 @@ from megatron.training.callback_states import callback_metadata
 from megatron.training.capture import capture, capture_metadata
 from megatron.training.checkpoint_lineage import CheckpointLineage
 from megatron.training.checkpoint_source import checkpoint_folder, saved_checkpoints
-from megatron.training.data_resume import SavedData, data_to_save
+from megatron.training.data_resume import EXCLUSION, SavedData, data_to_save
 from megatron.training.job_starts import job_id
 from megatron.training.resume import ResumedCheckpoint, resume, roll_back_to
 from megatron.training.run_folder import RunPaths
@@ -235,6 +235,7 @@ class Checkpointer(Callback):
             "tokenizer": self.tokenizer,
             "job": job_id(),
             **self._export_metadata,
+            **({EXCLUSION: trainer.data.exclusion} if trainer.data.exclusion else {}),
             **callback_metadata(trainer.state_dict()),
             **self.lineage.to_metadata(),
             **({AUTOMATIC: True} if is_automatic else {}),

@@ -85,6 +85,9 @@ class MetricsWriter:
         resumed_step: step that the run resumes after. Later records are dropped, because their steps are repeated.
             None keeps all records. A line truncated by a kill is dropped in both cases.
         name: file name, METRICS or EVALUATIONS.
+
+    Attributes:
+        recorded_steps: last step of each record type in the file before this start.
     """
 
     def __init__(
@@ -99,6 +102,9 @@ class MetricsWriter:
         self._tensorboard_folder = tensorboard
         self._events: Any = None
         self._purge_step: int | None = None
+        self.recorded_steps: dict[str, int] = {}
+        for record in read_metrics(self.path):
+            self.recorded_steps[record["kind"]] = max(record["step"], self.recorded_steps.get(record["kind"], 0))
         self._open(resumed_step)
 
     def truncate_to_step(self, step: int) -> None:

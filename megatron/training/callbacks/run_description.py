@@ -1,10 +1,10 @@
-"""RunDescription: writes config.json, command.txt, versions.json, starts.jsonl and stages.json to the run folder."""
+"""RunDescription: writes config.json, command.txt, versions.json, stages.json and the lists of starts to the folder."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.training import run_record, stages_file, start_table
+from megatron.training import run_record, sample_history, stages_file, start_table
 from megatron.training.callbacks.speed_monitor import max_bytes_by_stage
 from megatron.training.trainer import Callback
 
@@ -19,11 +19,28 @@ class RunDescription(Callback):
 
     def __init__(self, param_counts: Sequence[int], bytes_before: int) -> None:
         self.param_counts, self.bytes_before = param_counts, bytes_before
+        self._has_rolled_back = False
+
+    def on_load_end(self, step: int) -> None:
+        self._has_rolled_back = True
+
+    def on_step_start(self) -> None:
+        if self._has_rolled_back:  # the samples of the next step are known only now
+            self._has_rolled_back = False
+            self._write_sample_position()
+
+    def _write_sample_position(self) -> None:
+        trainer = self.trainer
+        if trainer.world.rank == 0:
+            step, samples_consumed = trainer.progress.step, trainer.progress.samples_consumed
+            topology = trainer.world.grid.topology
+            sample_history.append(trainer.folder, trainer.config, topology, step, samples_consumed)
 
     def on_train_start(self) -> None:
         trainer, config = self.trainer, self.trainer.config
         max_bytes_before = max_bytes_by_stage(self.bytes_before, trainer.world)
         if trainer.world.rank == 0:
+            self._write_sample_position()
             run_record.write_run_record(trainer.folder, config, trainer.world, trainer.progress.step)
             bounds = start_table.bounds_of(config, trainer.engine.module)
             stages = stages_file.stage_entries(

@@ -455,10 +455,11 @@ def _shrink_data(config: Config) -> DataConfig:
     data = config.data
     is_packed = data.sft is not None or data.packing != DataConfig().packing
     can_reset = config.family_config.KIND == "decoder"
+    separates_documents = data.reset_attention_mask or (is_packed and can_reset) or data.exclude is not None
     return DataConfig(
         data_path="none",
         reset_position_ids=data.reset_position_ids or (is_packed and config.model.has_position_ids),
-        reset_attention_mask=data.reset_attention_mask or (is_packed and can_reset),
+        reset_attention_mask=separates_documents,
         eod_mask_loss=data.eod_mask_loss or (data.sft is not None and can_reset),
     )
 

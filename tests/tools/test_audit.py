@@ -1,0 +1,71 @@
+"""tools/audit.py: what steps of runs read, compared with the samples that the runs read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.data.collate import Collate
+from megatron.training.audit import Audit
+from tests.helpers.runs import make_flags, train_ranks, write_corpus
+from tools import audit as tool
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def record_samples(folder: Path) -> Callable[[int], None]:
+    """Return an injector that writes the indices of each micro-batch that a rank reads to ``folder/reads-RANK``."""
+
+    def inject(rank: int) -> None:
+        call = Collate.__call__
+
+        def recorded(self: Collate, micro_batch: Any) -> Any:
+            with open(folder / f"reads-{rank}", "a") as file:
+                file.write(json.dumps(micro_batch.indices) + "\n")
+            return call(self, micro_batch)
+
+        Collate.__call__ = recorded  # type: ignore[method-assign]
+
+    return inject
+
+
+def read_indices(path: Path) -> list[int]:
+    return [index for line in path.read_text().splitlines() for index in json.loads(line)]
+
+
+def test_audit_finds_document_and_step_across_restart(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    base = "--eval-iters 0 --eval-interval 0 --batch-size 2 --train-iters 5"
+    argv = make_flags(corpus, run, f"{base} --gas 2 --exit-interval 3")
+    assert train_ranks(1, argv, record_samples(tmp_path))[0] == [75]
+    one_rank = read_indices(tmp_path / "reads-0")[:12]
+    (tmp_path / "reads-0").unlink()
+    argv = make_flags(corpus, run, f"{base} --gas 1 --load {run}")
+    assert train_ranks(2, argv, record_samples(tmp_path))[0] == [0, 0]
+    by_rank = [read_indices(tmp_path / f"reads-{rank}") for rank in range(2)]
+    assert one_rank == list(range(12)) and by_rank == [[12, 13, 16, 17], [14, 15, 18, 19]]
+
+    audit = Audit(run)
+    assert [sample for sample, _ in audit.samples_of_step(3)] == [8, 9, 10, 11]
+    readings = [reading for _, slices in audit.samples_of_step(5) for reading in slices]
+    assert {reading.reader.replica for reading in readings if reading.sample in by_rank[1]} == {1}
+    document = readings[-1].document
+    found = list(audit.readings_of(0, document))
+    assert readings[-1] in found and all(reading.document == document for reading in found)
+    assert tool.main([str(run), "--document", str(document)]) == 0
+    assert "step 5, sample 19:" in capsys.readouterr().out
+    assert tool.main([str(run), "--step", "5", "--positions"]) == 0
+    assert f"document {document}, tokens" in capsys.readouterr().out
+    text = audit.tokenizer.decode(audit.parts[0][1].token_file.read(document).tolist())[:60]
+    assert document in audit.documents_with(text, 0)
+    assert tool.main([str(run), "--document", "99999999"]) != 0
+    assert "--document must be from 0 to" in capsys.readouterr().err
