@@ -62,6 +62,12 @@ class FileLock:
                 raise error(describe(holder))
             time.sleep(poll_s)
 
+    @property
+    def descriptor(self) -> int:
+        """The locked file's descriptor. A process that inherits it holds a "flock" lock after this one releases it."""
+        assert self._descriptor is not None, "the lock was released"
+        return self._descriptor
+
     def write(self, text: bytes) -> None:
         """Write ``text``, which identifies the holder, to the file."""
         assert self._descriptor is not None

@@ -67,7 +67,8 @@ def make_model(
                 f"--tasks and --texts require a model that predicts the next token, got a {family.title} in "
                 f"{checkpoint.path}. Load one of {registry.family_titles('decoder')}"
             )
-        vocabulary = vocabulary_of(config, args.tokenizer_path)
+        saved_probe = getattr(checkpoint, "metadata", {}).get("tokenizer_probe")
+        vocabulary = vocabulary_of(config, args.tokenizer_path, saved_probe=saved_probe)
         if vocabulary is None:
             raise DataError(f"{checkpoint.path} does not specify a tokenizer. Set --tokenizer-path")
         tokenizer = vocabulary.tokenizer

@@ -56,7 +56,8 @@ def make_generator(args: argparse.Namespace, grid: Grid, torch_device: torch.dev
 
     with marked(is_of_this_rank=False), ExitStack() as stack:  # a damaged file is an error on all ranks
         checkpoint, config = open_model(args.load, stack, grid.host)
-        vocabulary = vocabulary_of(config, args.tokenizer_path)
+        saved_probe = getattr(checkpoint, "metadata", {}).get("tokenizer_probe")
+        vocabulary = vocabulary_of(config, args.tokenizer_path, saved_probe=saved_probe)
         if vocabulary is None:
             raise DataError(f"{checkpoint.path} does not specify a tokenizer. Set --tokenizer-path")
         if args.chat:

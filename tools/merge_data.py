@@ -31,6 +31,7 @@ from megatron.data.dataset_metadata import DatasetMetadata
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.indexed_dataset_builder import IndexedDatasetBuilder
 from megatron.errors import DataError, exit_code
+from megatron.tokenizer import probe
 from megatron.tokenizer.identity import is_same
 
 BLOCK_SIZE = 1 << 20
@@ -94,6 +95,7 @@ def merge(inputs: Sequence[str], output_prefix: str) -> IndexedDatasetBuilder:
         vocab_size=common.vocab_size if common else None,
         tokenizer=common.tokenizer if common else "",
         eod_id=common_eod(datasets),
+        probe=common.probe if common else None,
         dtype=datasets[0].dtype,
     )
     with writer:
@@ -132,6 +134,11 @@ def check_compatible(datasets: Sequence[IndexedDataset]) -> None:
                 f"all inputs must have the same vocabulary, got {describe_vocabulary(sidecars[0][1])} in "
                 f"{sidecars[0][0]} and {describe_vocabulary(sidecar)} in {prefix}. Preprocess one of them again with "
                 "the tokenizer of the other."
+            )
+        if text := probe.difference(sidecars[0][1].probe, sidecar.probe):
+            raise DataError(
+                f"{sidecars[0][0]} and {prefix} have the same vocabulary, but {text}. Preprocess one of them again "
+                "with the library of the other."
             )
 
 

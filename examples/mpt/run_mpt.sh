@@ -25,7 +25,7 @@ GAS=${GAS:-}                                      # 2; micro-batches per step. T
                                                   #    BATCHSIZE * GAS * GPUS_PER_NODE * NNODES / max(pp_size, 1) / mp_size / cp_size
 TRAIN_ITERS=${TRAIN_ITERS:-}                      # 400; steps
 
-DATA_PATH=${DATA_PATH:-}                          # sample data, created on first use; token files without .bin/.idx,
+DATA_PATH=${DATA_PATH:-}                          # sample data, created on first use; token files without .bin/.idx, text,
                                                   #    or several with weights: "0.7 data/a 0.3 data/b"
 TOKENIZER=${TOKENIZER:-}                          # the tokenizer of the sample data; tokenizer file
 config_json=${config_json:-}                      # ds_config_mpt.json next to this script; DeepSpeed's JSON

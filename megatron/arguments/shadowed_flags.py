@@ -263,6 +263,11 @@ SHADOWS = (
     Shadow(MAMBA, lambda config: MAMBA2 not in recurrent_mixers(config.model), "no layer has the mixer mamba2"),
     # data
     Shadow(
+        ("json_key", "max_bad_lines"),
+        lambda config: not config.data.text_corpora,
+        "no corpus of the run is text",
+    ),
+    Shadow(
         ("mid_level_dataset_surplus",),
         lambda config: not config.data.has_megatron_order,
         "only the order of --data-order megatron depends on it",

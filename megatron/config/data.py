@@ -17,6 +17,8 @@ SCRIPT_DATA = "none"
 """Value of --data-path if the script provides its own data; no file is opened."""
 MOCK_DATA = "mock"
 """Value of --data-path for random tokens."""
+TEXT_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".pq", ".arrow", ".txt", ".gz", ".zst")
+"""File name endings of text in an object store; a local corpus is recognised as a file or folder."""
 CPM_SUFFIXES = ("_context", "_target", "_target_offset")
 """Suffixes of the three files of CPM's data sets, whose spans are masked when the files are created."""
 PATHS = {
@@ -56,9 +58,10 @@ class DataConfig:
     """Token files, their split, and the tokenizer that encoded them."""
 
     data_path: str | None = _paths_option(
-        "token files: path without .bin and .idx; a blend with weights: 0.7 a 0.3 b; none: the script provides the "
-        "data; mock: random tokens",
-        short="token files, without .bin and .idx",
+        "token files: path without .bin and .idx, or text that is encoded first: a .jsonl, parquet or text file, also "
+        ".gz and .zst, or a folder; a blend with weights: 0.7 a 0.3 b; none: the script provides the data; mock: "
+        "random tokens",
+        short="token files, without .bin and .idx, or text",
     )
     train_data_path: str | None = _paths_option("token files of the training split, instead of --data-path")
     valid_data_path: str | None = _paths_option("token files of the validation split, instead of --data-path")
@@ -97,6 +100,16 @@ class DataConfig:
         choices=("range", "hash"),
     )
     mixture_schedule: str | None = option(None, 'blend weights by training tokens: "1e9: 0.5 0.5; 2e9: 0.2 0.8"')
+    shuffle_window: int = _decoder_option(
+        0,
+        "shuffle samples within windows of N consecutive samples of the corpus, so that training on text starts once "
+        "the first window is encoded; 0: shuffle all documents and samples of an epoch",
+        minimum=0,
+    )
+    json_key: str = option("text", "key of the text in a text corpus (JSON lines, parquet); a.b for a nested one")
+    max_bad_lines: int = option(
+        0, "bad lines of a text corpus that are skipped; more are an error that lists them", minimum=0
+    )
     data_order: str = _decoder_option(
         "native",
         "order of the samples; native: computed without index files, the same for every length of the run; megatron: "
@@ -281,6 +294,13 @@ class DataConfig:
         return flags
 
     @property
+    def text_corpora(self) -> tuple[str, ...]:
+        """Corpora that are text, which is encoded when the data is opened."""
+        if self.sft is not None or self.is_mock or self.is_script_data:
+            return ()
+        return tuple(path for path in self.flag_of_prefix if is_text_corpus(path))
+
+    @property
     def flag_of_cpm_set(self) -> dict[str, str]:
         """Corpus -> the flag that names it, for CPM's sets of three files with fixed spans."""
         return {prefix: flag for prefix, flag in self.flag_of_prefix.items() if is_cpm_set(prefix)}
@@ -348,6 +368,18 @@ class DataConfig:
             "--sft": self.sft is not None,
             f"--data-path {self.data_path}": self.is_mock or self.is_script_data,
         }
+        windowed = {
+            f"--packing {self.packing}": self.packing != "concat",
+            "--sft": self.sft is not None,
+            "--data-order megatron": self.has_megatron_order,
+            f"--data-path {self.data_path}": self.is_mock or self.is_script_data,
+        }
+        unsupported = [flag for flag, is_set in windowed.items() if is_set]
+        if self.shuffle_window and unsupported:
+            yield (
+                f"--shuffle-window {self.shuffle_window} orders the samples of concatenated documents, got "
+                f"{', '.join(unsupported)}. Remove --shuffle-window, or use --packing concat and token files or text"
+            )
         if self.no_extra_token and not self.has_megatron_order:
             yield "--no-extra-token needs --data-order megatron, got native. Remove it, or add --data-order megatron"
         unsupported = [flag for flag, is_set in settings.items() if is_set]
@@ -415,6 +447,13 @@ class DataConfig:
                         f"{flag} must name files of conversations that can be read, got {path} (looked in "
                         f"{Path.cwd()}). Correct the path"
                     )
+
+
+def is_text_corpus(path: str) -> bool:
+    """Return True if ``path`` names text and not the prefix of token files."""
+    if object_store.is_remote(path):
+        return path.lower().endswith(TEXT_SUFFIXES)
+    return os.path.exists(path) and not os.path.exists(f"{path}.idx") and not is_cpm_set(path)
 
 
 def is_cpm_set(prefix: str) -> bool:

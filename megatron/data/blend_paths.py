@@ -8,9 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from megatron import log
 from megatron.config import data_paths
+from megatron.config.data import is_text_corpus
 from megatron.data import range_cache
-from megatron.data.split import SPLIT_NAMES
+from megatron.data.cache import IndexCache
+from megatron.data.growing_tokens import GrowingTokens
+from megatron.data.indexed_dataset import IndexedDataset
+from megatron.data.split import SPLIT_NAMES, has_one_share
+from megatron.data.text_corpus import TextCorpus, TextSettings
 from megatron.errors import DataError
 
 WeightedPath = tuple[float, str]
@@ -36,6 +42,8 @@ class BlendPaths:
         order: sample order, "native" or "megatron" (decoders only).
         surplus: fraction of samples by which Megatron's order exceeds each corpus's share in a blend.
         exclude: file with documents that have no loss (``megatron.data.exclusion``); decoders only.
+        text: how text corpora are encoded; None: only token files are read.
+        shuffle_window: samples per window within which samples are shuffled; 0: an epoch is shuffled.
     """
 
     data_path: str | None = None
@@ -52,6 +60,38 @@ class BlendPaths:
     order: str = "native"
     surplus: float = 0.005
     exclude: str | None = None
+    text: TextSettings | None = None
+    shuffle_window: int = 0
+
+    def open_token_file(self, prefix: str, cache: IndexCache) -> IndexedDataset:
+        """Open the token files ``prefix``. If ``prefix`` is text, wait until it is encoded.
+
+        Raises:
+            DataError: the files are missing or damaged, or the text cannot be encoded.
+        """
+        if self.text is not None and is_text_corpus(prefix):
+            return TextCorpus(prefix, self.text).open(self.data_impl, cache)
+        return IndexedDataset(prefix, reader=self.data_impl, cache=cache)
+
+    def open_growing_tokens(self, prefix: str, cache: IndexCache) -> GrowingTokens | None:
+        """Open text whose samples can be read while it is encoded; None if ``prefix`` must be encoded first.
+
+        The samples of a window must not depend on text that follows it: there is a shuffle window, and no --split by
+        position, which needs the number of documents.
+
+        Raises:
+            DataError: the text cannot be read.
+        """
+        if self.text is None or not self.shuffle_window or not is_text_corpus(prefix):
+            return None
+        if not (self.has_separate_splits or self.split_by == "hash" or has_one_share(self.split)):
+            log.info(
+                f"{prefix}: training starts when the text is encoded, because --split {self.split} by position needs "
+                "the number of documents; --split-by hash, or separate paths (--train-data-path, --valid-data-path), "
+                "let it start earlier"
+            )
+            return None
+        return GrowingTokens(TextCorpus(prefix, self.text), self.data_impl, cache)
 
     @property
     def has_separate_splits(self) -> bool:

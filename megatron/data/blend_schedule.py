@@ -30,6 +30,7 @@ class Corpus:
 
     Args:
         fingerprint: digest of everything that determines the samples.
+        samples_per_epoch: number of samples in an epoch; 0 if it is unknown because the text is being encoded.
         has_random_draws: the samples depend on random draws (spans, fill-in-the-middle), which differ between a single
             corpus and a mixture.
         num_documents, num_tokens: counts of the token files, for messages; None if unknown.
@@ -149,9 +150,10 @@ class BlendSchedule:
         return self._by_name(self._last_phase_before(samples_consumed).cursors_at(samples_consumed))
 
     def epochs(self, samples_consumed: int) -> dict[str, float]:
-        """Compute the fractional epochs read per corpus."""
+        """Compute the fractional epochs read per corpus, without corpora whose size is unknown."""
         cursors = self.cursors(samples_consumed)
-        return {corpus.name: cursors[corpus.name] / corpus.samples_per_epoch for corpus in self.corpora}
+        known = [corpus for corpus in self.corpora if corpus.samples_per_epoch]
+        return {corpus.name: cursors[corpus.name] / corpus.samples_per_epoch for corpus in known}
 
     def weights(self, samples_consumed: int) -> dict[str, float]:
         """Compute each corpus's share of the samples that follow; the shares add up to 1."""

@@ -16,6 +16,20 @@ import numpy as np
 from megatron.data.documents import DocumentSlice, gather_lengths
 
 
+class IndexRange:
+    """The indices ``start`` ... ``stop - 1``, computed when they are sliced: they take no memory."""
+
+    def __init__(self, start: int, stop: int) -> None:
+        self._range = range(start, stop)
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+    def __getitem__(self, positions: slice) -> np.ndarray:
+        indices = self._range[positions]
+        return np.arange(indices.start, indices.stop, dtype=np.int64)
+
+
 class Segment(NamedTuple):
     """A segment of an order.
 
@@ -25,7 +39,7 @@ class Segment(NamedTuple):
     """
 
     starts: np.ndarray
-    document_indices: np.ndarray
+    document_indices: np.ndarray | IndexRange
     stride: int
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +17,8 @@ from megatron.data.cache import IndexCache
 from megatron.data.dataset_checks import check_one_sample, check_splits
 from megatron.data.documents import Documents
 from megatron.data.exclusion import Exclusion, digest_of
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.growing_tokens import GrowingTokens, StreamedSplit
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.split import split_by_hash, split_documents
 from megatron.errors import DataError
@@ -30,16 +33,16 @@ class OpenCorpus:
 
     Args:
         content: file fingerprint.
-        make_dataset: (documents, draws) -> the dataset of these documents; ``draws`` is as in ``GPTDataset``, and "" if
-            the split has only one corpus.
+        make_dataset: (documents or streamed split, draws) -> the dataset of these documents; ``draws`` is as in
+            ``GPTDataset``, and "" if the split has only one corpus.
         sample_tokens: ``token_file`` tokens that one sample needs.
         length_flag: the flag and value that determine ``sample_tokens``, for error messages.
         has_random_draws: see ``Corpus``.
     """
 
-    token_file: IndexedDataset
+    token_file: IndexedDataset | GrowingTokens
     content: str
-    make_dataset: Callable[[Documents, str], MegatronDataset]
+    make_dataset: Callable[[Any, str], MegatronDataset]
     sample_tokens: int
     length_flag: str
     has_random_draws: bool
@@ -136,9 +139,14 @@ def _drop_zero_weights(corpora: tuple[WeightedPath, ...] | None) -> tuple[Weight
     return corpora and tuple((weight, prefix) for weight, prefix in corpora if weight)
 
 
-def _split_corpus(corpus: OpenCorpus, paths: BlendPaths, needed: Sequence[bool], cache: IndexCache) -> list[Documents]:
+def _split_corpus(
+    corpus: OpenCorpus, paths: BlendPaths, needed: Sequence[bool], cache: IndexCache
+) -> Sequence[Documents | StreamedSplit]:
     """Split the documents into the three splits; ``needed`` marks the splits that read this corpus."""
     token_file = corpus.token_file
+    if isinstance(token_file, GrowingTokens):
+        is_hashed = not paths.has_separate_splits and paths.split_by == "hash"
+        return [StreamedSplit(paths.split if is_hashed else None, split_idx) for split_idx in range(3)]
     check_one_sample(token_file, corpus.sample_tokens, corpus.length_flag)
     if paths.has_separate_splits:
         return [(0, token_file.num_documents)] * 3
@@ -181,12 +189,23 @@ def describe_corpora(
             corpus.token_file.num_documents,
             corpus.token_file.num_tokens,
             tuple(
-                make_fingerprint(corpus.content, identity, dataset.fingerprint)
+                make_fingerprint(content, identity, samples)
                 for identity in _tokenizer_digests(corpus, tokenizer_identity)
+                for content, samples in _contents(corpus, dataset)
             ),
         )
         for name, corpus, dataset in zip(short_names(prefixes), open_corpora, datasets, strict=True)
     ]
+
+
+def _contents(corpus: OpenCorpus, dataset: MegatronDataset) -> Iterator[tuple[str, str]]:
+    """Yield (content, samples digest) of the tokens, and of the text that they were encoded from, if it is known."""
+    yield corpus.content, dataset.fingerprint
+    sidecar = corpus.token_file.sidecar
+    if sidecar is not None and sidecar.source and isinstance(dataset, GPTDataset):
+        samples = dataset.fingerprint_of_text()
+        if samples is not None:
+            yield sidecar.source, samples
 
 
 def _tokenizer_identity(corpus: OpenCorpus, run_identity: str | None) -> str | None:

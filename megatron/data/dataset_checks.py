@@ -5,7 +5,8 @@ Each check raises ``DataError`` if it fails.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from megatron.data.documents import Documents, count_documents, count_tokens
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.split import SPLIT_NAMES
 from megatron.errors import DataError
+from megatron.tokenizer import probe
 from megatron.tokenizer.identity import is_same
 
 _MAX_CHECKED_ENDS = 1000
@@ -63,14 +65,23 @@ def check_splits(
             )
 
 
-def check_tokenizer(token_file: IndexedDataset, identity: str | None) -> None:
-    """Check that the tokenizer with this ``identity`` built the data, if both identities are known."""
+def check_tokenizer(
+    token_file: IndexedDataset, identity: str | None, run_probe: Mapping[str, Any] | None = None
+) -> None:
+    """Check that the tokenizer with this ``identity`` and ``run_probe`` built the data, as far as they are known."""
+    text = probe.difference(token_file.sidecar.probe if token_file.sidecar else None, run_probe)
     data_identity = token_file.sidecar.tokenizer if token_file.sidecar else None
     if data_identity and identity and not is_same(data_identity, identity):
         log.debug(f"tokenizer identity of {token_file.prefix}: {data_identity}; now: {identity}")
         raise DataError(
-            f"{token_file.prefix} was built with a different tokenizer than the tokenizer of this run. Use the "
-            "tokenizer of the data, or build the data again with tools/preprocess_data.py."
+            f"{token_file.prefix} was built with a different tokenizer than the tokenizer of this run"
+            f"{f' ({text})' if text else ''}. Use the tokenizer of the data, or build the data again with "
+            "tools/preprocess_data.py."
+        )
+    if text:
+        raise DataError(
+            f"{token_file.prefix} was built with the tokenizer files of this run, but {text}. Install the library of "
+            "the data, or build the data again with tools/preprocess_data.py."
         )
 
 

@@ -16,11 +16,18 @@ from megatron.errors import DataError
 
 FORMAT = 1
 _CHECKSUM = "crc32"
+_OPTIONAL = ("source", "probe")
+"""Fields that are left out if they are unknown, as in files of earlier versions."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetMetadata:
-    """Metadata for a pair of token files, written together with it."""
+    """Metadata for a pair of token files, written together with it.
+
+    Args:
+        source: digest of the encoded text; None: unknown.
+        probe: the tokenizer's ids of the probe texts (``megatron.tokenizer.probe``); None in older files.
+    """
 
     num_tokens: int
     num_documents: int
@@ -33,10 +40,13 @@ class DatasetMetadata:
     bin_crc32: int
     idx_crc32: int
     format: int = FORMAT
+    source: str | None = None
+    probe: Mapping[str, Any] | None = None
 
     def to_json(self) -> bytes:
         """Serialize the fields and their crc32."""
         fields = dataclasses.asdict(self)
+        fields = {name: value for name, value in fields.items() if value is not None or name not in _OPTIONAL}
         return (json.dumps(fields | {_CHECKSUM: _crc32(fields)}, indent=2) + "\n").encode()
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from megatron.data import dataset_checks
 from megatron.data.blend_paths import BlendPaths
@@ -11,6 +12,7 @@ from megatron.data.dataset_builder import OpenCorpus, SplitDatasets, build_datas
 from megatron.data.documents import Documents
 from megatron.data.fim import Fim
 from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.growing_tokens import StreamedSplit
 from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.megatron_order.builder import build_in_megatron_order
 from megatron.data.megatron_order.order import ORDER
@@ -28,6 +30,7 @@ def build_train_valid_test(
     vocab_size: int,
     needed: Sequence[bool] = (True, True, True),
     tokenizer_identity: str | None = None,
+    tokenizer_probe: Mapping[str, Any] | None = None,
     eod_id: int | None = None,
     flags_needing_eod: Sequence[str] = (),
     packing: str = "concat",
@@ -39,8 +42,8 @@ def build_train_valid_test(
 
     Args:
         vocab_size: the model tokenizer's vocabulary size; every token id must be smaller.
-        tokenizer_identity: the model tokenizer's identity; compared with the identity in the sidecar if there is
-            one.
+        tokenizer_identity, tokenizer_probe: the model tokenizer's identity and probe; compared with the sidecar's if
+            there are any.
         flags_needing_eod: flags in use that require every document to end with the end-of-document token.
         packing, fim: see ``GPTDataset``.
         num_samples: samples that the run reads from train, valid and test, as passed to the script's dataset
@@ -57,14 +60,11 @@ def build_train_valid_test(
         )
 
     def open_corpus(prefix: str, cache: IndexCache) -> OpenCorpus:
-        token_file = IndexedDataset(prefix, reader=paths.data_impl, cache=cache)
-        dataset_checks.check_tokenizer(token_file, tokenizer_identity)
-        dataset_checks.check_token_ids(token_file, vocab_size, cache)
-        dataset_checks.check_same_eod(token_file, eod_id)
-        if flags_needing_eod:
-            dataset_checks.check_eod(token_file, eod_id, " ".join(flags_needing_eod))
+        token_file = paths.open_growing_tokens(prefix, cache) or paths.open_token_file(prefix, cache)
+        if isinstance(token_file, IndexedDataset):
+            check_tokens(token_file, cache)
 
-        def make_dataset(documents: Documents, draws: str) -> GPTDataset:
+        def make_dataset(documents: Documents | StreamedSplit, draws: str) -> GPTDataset:
             return GPTDataset(
                 token_file,
                 documents=documents,
@@ -74,6 +74,7 @@ def build_train_valid_test(
                 fim=fim,
                 cache=cache,
                 draws=draws,
+                shuffle_window=paths.shuffle_window,
             )
 
         sample_tokens = MIN_PACKED_TOKENS if packing == "best-fit" else seq_length + 1
@@ -86,6 +87,13 @@ def build_train_valid_test(
             length_flag,
             has_random_draws=fim is not None,
         )
+
+    def check_tokens(token_file: IndexedDataset, cache: IndexCache) -> None:
+        dataset_checks.check_tokenizer(token_file, tokenizer_identity, tokenizer_probe)
+        dataset_checks.check_token_ids(token_file, vocab_size, cache)
+        dataset_checks.check_same_eod(token_file, eod_id)
+        if flags_needing_eod:
+            dataset_checks.check_eod(token_file, eod_id, " ".join(flags_needing_eod))
 
     def make_megatron_dataset(
         corpus: OpenCorpus, documents: tuple[int, int], count: int, cache: IndexCache

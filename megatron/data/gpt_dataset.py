@@ -11,10 +11,13 @@ import numpy as np
 from megatron.data.cache import IndexCache
 from megatron.data.documents import Documents, DocumentSlice, documents_key
 from megatron.data.fim import Fim
+from megatron.data.growing_tokens import GrowingTokens, StreamedSplit
+from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.megatron_order.epochs import EpochPlan
 from megatron.data.megatron_order.sample_windows import MegatronWindows
 from megatron.data.packing import PackedSampleIndex
 from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_slices, read_slices
+from megatron.data.shuffle_window import WindowIndex
 
 PACKINGS = ("concat", "best-fit")
 _PADDING = 0
@@ -32,7 +35,8 @@ class GPTDataset:
     attends to it, and it has no loss.
 
     Args:
-        documents: (start, stop) range of documents to use, or their ascending indices.
+        documents: (start, stop) range of documents to use, or their ascending indices; for text that is being encoded,
+            a ``StreamedSplit``.
         seq_length: L, tokens per sample that are fed to the model.
         seed: sample order seed; the same on all ranks.
         fim: rearranges documents for fill-in-the-middle, keyed by (seed, i).
@@ -43,6 +47,7 @@ class GPTDataset:
             None: this project's order, which has no end.
         has_extra_token: False: a sample in Megatron's order has L tokens, and the last token has no label. It is
             {"text": int64[L + 1], "loss_mask": int32[L + 1]} with an unused token 0 at the end.
+        shuffle_window: shuffle samples within windows of this many samples; 0: within an epoch.
 
     Attributes:
         excluded: int64, ascending indices of documents whose tokens are replaced by 0; a sample then also has
@@ -54,9 +59,9 @@ class GPTDataset:
 
     def __init__(
         self,
-        token_file: TokenSource,
+        token_file: TokenSource | GrowingTokens,
         *,
-        documents: Documents,
+        documents: Documents | StreamedSplit,
         seq_length: int,
         seed: int,
         packing: str = "concat",
@@ -65,6 +70,7 @@ class GPTDataset:
         draws: str = "",
         megatron_samples: int | None = None,
         has_extra_token: bool = True,
+        shuffle_window: int = 0,
     ) -> None:
         if packing not in PACKINGS:
             raise ValueError(f"packing must be one of {', '.join(PACKINGS)}, got {packing!r}")
@@ -72,14 +78,28 @@ class GPTDataset:
             raise ValueError("has_extra_token=False needs megatron_samples, got None")
         self.token_file, self.documents, self.seq_length, self.seed = token_file, documents, seq_length, seed
         self.packing, self.fim, self.megatron_samples = packing, fim, megatron_samples
-        self.has_extra_token = has_extra_token
+        self.has_extra_token, self.shuffle_window = has_extra_token, shuffle_window
         self.excluded: np.ndarray | None = None
         self._draw_key = (draws, seed) if draws else (seed,)
         self._windows = self._make_windows(cache)
         self.num_tokens, self.samples_per_epoch = self._windows.num_tokens, self._windows.per_epoch
 
-    def _make_windows(self, cache: IndexCache | None) -> SampleIndex | PackedSampleIndex | MegatronWindows:
+    def _make_windows(
+        self, cache: IndexCache | None
+    ) -> SampleIndex | PackedSampleIndex | MegatronWindows | WindowIndex:
         """Build the index that divides the documents into samples."""
+        if self.shuffle_window:
+            assert isinstance(self.token_file, (IndexedDataset, GrowingTokens))
+            return WindowIndex(
+                self.token_file,
+                documents=self.documents,
+                length=self.seq_length,
+                overlap=1,
+                seed=self.seed,
+                window=self.shuffle_window,
+                length_flag=f"--seq-length {self.seq_length}",
+            )
+        assert not isinstance(self.documents, StreamedSplit) and not isinstance(self.token_file, GrowingTokens)
         if self.megatron_samples is not None:
             assert isinstance(self.documents, tuple)
             return MegatronWindows(
@@ -122,6 +142,9 @@ class GPTDataset:
     @cached_property
     def fingerprint(self) -> str:
         """Short digest of all settings and data that determine the samples and their order."""
+        if self.shuffle_window:
+            return self._window_fingerprint(self.token_file.fingerprint)
+        assert not isinstance(self.documents, StreamedSplit)
         key = f"{self.token_file.fingerprint}:{documents_key(self.documents)}:{self.seq_length}:{self.seed}"
         if self.packing != "concat":
             key += f":{self.packing}"
@@ -129,6 +152,25 @@ class GPTDataset:
             key += f":{self.fim.key}"
         if isinstance(self._windows, MegatronWindows):
             key += f":megatron:{tuple(self._windows.plan)}:{self._windows.extra_tokens}"
+        return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+    def fingerprint_of_text(self) -> str | None:
+        """The fingerprint of these samples if they are read while their text is encoded; None if it is unknown."""
+        sidecar = self.token_file.sidecar if isinstance(self.token_file, IndexedDataset) else None
+        if sidecar is None or not sidecar.source or not self.shuffle_window:
+            return None
+        return self._window_fingerprint(sidecar.source)
+
+    def _window_fingerprint(self, content: str) -> str:
+        """Digest the samples of --shuffle-window; ``content`` identifies the text or the tokens."""
+        if isinstance(self.documents, StreamedSplit):
+            documents = self.documents.key
+        else:
+            is_all = isinstance(self.documents, tuple) and self.documents == (0, len(self.token_file.document_lengths))
+            documents = "all documents" if is_all else documents_key(self.documents)
+        key = f"{content}:{documents}:{self.seq_length}:{self.seed}:window {self.shuffle_window}"
+        if self.fim is not None:
+            key += f":{self.fim.key}"
         return hashlib.sha256(key.encode()).hexdigest()[:16]
 
     def prefetch(self, index: int) -> None:

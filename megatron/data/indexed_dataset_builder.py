@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -45,6 +46,8 @@ class IndexedDatasetBuilder:
         tokenizer: tokenizer identity, stored in the sidecar.
         eod_id: token id that ends every added document; None if documents do not end with such a token.
         dtype: token type in the file; by default it follows from ``vocab_size``.
+        source: digest of the text that was encoded, stored in the sidecar.
+        probe: the tokenizer's ids of the probe texts, stored in the sidecar.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class IndexedDatasetBuilder:
         tokenizer: str = "",
         eod_id: int | None = None,
         dtype: np.dtype | None = None,
+        source: str | None = None,
+        probe: Mapping[str, Any] | None = None,
     ) -> None:
         if dtype is None and vocab_size is None:
             raise ValueError("dtype is required if vocab_size is None")
@@ -63,6 +68,7 @@ class IndexedDatasetBuilder:
         self.dtype = np.dtype(dtype) if dtype is not None else index_format.token_type(vocab_size or 0)
         self.num_tokens = self.num_documents = 0
         self._vocab_size, self._tokenizer, self._eod_id = vocab_size, tokenizer, eod_id
+        self._source, self._probe = source, probe
         self._max_token_id = -1
         self._paths = [Path(self.prefix + suffix) for suffix in (".bin", ".idx", ".meta.json")]
         self._temporary_paths = [file_io.temporary_path(path) for path in self._paths]
@@ -170,4 +176,6 @@ class IndexedDatasetBuilder:
             bin_bytes=self._tokens_file.size,
             bin_crc32=self._tokens_file.crc32,
             idx_crc32=index_crc32,
+            source=self._source,
+            probe=self._probe,
         )

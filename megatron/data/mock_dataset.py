@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -58,3 +59,4 @@ class MockTokenizer:
     control_tokens: Mapping[str, int] = field(default_factory=lambda: {EOD_NAME: EOD_ID})
     eod_name: str | None = EOD_NAME
     identity: str | None = None
+    probe: Mapping[str, Any] | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import cache
 
@@ -32,11 +32,20 @@ def document_hashes(token_file: IndexedDataset, first: int, stop: int) -> np.nda
 
     The hash depends only on the token ids, not on their storage type or the document position.
     """
-    starts = token_file.starts_of(first, stop)
-    hashes = np.zeros(stop - first, np.uint64)
+    return hashes_of_tokens(token_file.starts_of(first, stop), token_file.read_tokens)
+
+
+def hashes_of_tokens(starts: np.ndarray, read_tokens: Callable[[int, int], np.ndarray]) -> np.ndarray:
+    """Hash documents as ``document_hashes`` does.
+
+    Args:
+        starts: int64[documents + 1], the token at which each document begins, and the end of the last one.
+        read_tokens: (first token, count) -> tokens.
+    """
+    hashes = np.zeros(len(starts) - 1, np.uint64)
     for begin in range(int(starts[0]), int(starts[-1]), _BLOCK):
         end = min(begin + _BLOCK, int(starts[-1]))
-        _add_block(hashes, starts, begin, token_file.read_tokens(begin, end - begin))
+        _add_block(hashes, starts, begin, read_tokens(begin, end - begin))
     hashes += np.diff(starts).astype(np.uint64) * np.uint64(_LENGTH_MULTIPLIER)
     return (_mix(hashes) >> np.uint64(32)).astype(np.uint32)
 
@@ -118,7 +127,7 @@ def split_by_hash(token_file: IndexedDataset, split: str, cache: IndexCache | No
     Raises:
         DataError: ``split`` is malformed.
     """
-    limits = _hash_limits(split)
+    limits = hash_limits(split)
     if cache is None or token_file.num_tokens * token_file.dtype.itemsize < _IN_MEMORY_BELOW_BYTES:
         hashes = [document_hashes(token_file, 0, token_file.num_documents)]
         return [np.concatenate(list(_select_split(hashes, limits, split_idx))) for split_idx in range(len(SPLIT_NAMES))]
@@ -146,16 +155,21 @@ def _cached_hashes(token_file: IndexedDataset, key: str, cache: IndexCache) -> l
 def _select_split(hashes: list[np.ndarray], limits: tuple[int, int], split_idx: int) -> Iterator[np.ndarray]:
     """Select the documents in split ``split_idx``, whose hashes are within the split's limits."""
     index_type = np.int32 if sum(map(len, hashes)) <= 1 << 31 else np.int64
-    valid_below, test_from = limits
-    low, high = ((valid_below, test_from), (0, valid_below), (test_from, 1 << 32))[split_idx]
     first = 0
     for block in hashes:
-        hashes_64 = block.astype(np.int64)
-        yield (np.flatnonzero((hashes_64 >= low) & (hashes_64 < high)) + first).astype(index_type)
+        yield (np.flatnonzero(is_in_split(block, limits, split_idx)) + first).astype(index_type)
         first += len(block)
 
 
-def _hash_limits(split: str) -> tuple[int, int]:
+def is_in_split(hashes: np.ndarray, limits: tuple[int, int], split_idx: int) -> np.ndarray:
+    """Return bool[documents], True for documents whose hash is within the limits of split ``split_idx``."""
+    valid_below, test_from = limits
+    low, high = ((valid_below, test_from), (0, valid_below), (test_from, 1 << 32))[split_idx]
+    hashes_64 = hashes.astype(np.int64)
+    return (hashes_64 >= low) & (hashes_64 < high)
+
+
+def hash_limits(split: str) -> tuple[int, int]:
     """Compute (exclusive upper limit of validation hashes, lowest test hash)."""
     train, valid, test = _parse_split(split)
     total = train + valid + test
@@ -165,6 +179,12 @@ def _hash_limits(split: str) -> tuple[int, int]:
 
 def _digest(*values: object) -> str:
     return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+
+def has_one_share(split: str) -> bool:
+    """Return True if ``split`` assigns all documents to the training split."""
+    train, valid, test = _parse_split(split)
+    return train > 0 and not valid and not test
 
 
 def _parse_split(split: str) -> list[Fraction]:

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron import hub, log
 from megatron.errors import DataError
+from megatron.tokenizer import probe
 from megatron.tokenizer.null import null_tokenizer
 from megatron.tokenizer.tokenizer import Tokenizer
 
@@ -73,7 +74,28 @@ def build(
     tokenizer = _build(resolved_type, vocab_file, merge_file, tokenizer_path, vocab_size)
     if eod_token is not None:
         tokenizer.use_eod(eod_token)
+    _check_probe_file(tokenizer)
     return tokenizer
+
+
+def _check_probe_file(tokenizer: Tokenizer) -> None:
+    """Compare the tokenizer with the probe that an export has written next to it, if there is one.
+
+    Raises:
+        DataError: the tokenizer encodes the probe texts to other ids; the message names both versions.
+    """
+    if not tokenizer.paths or not (path := tokenizer.paths[0].parent / probe.FILE_NAME).is_file():
+        return
+    try:
+        saved = json.loads(path.read_bytes())
+        text = probe.difference(saved, tokenizer.probe)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} cannot be read ({error!r}). Export the model again, or delete the file.") from error
+    if text:
+        raise DataError(
+            f"{tokenizer.paths[0]} does not encode text as the tokenizer of the exported model did: {text}. Install "
+            f"the library of the export, restore the tokenizer files, or delete {path} if other ids are intended."
+        )
 
 
 def _build(
@@ -171,6 +193,11 @@ def with_gigatoken(tokenizer: Tokenizer, sample: Sequence[str], *, is_required: 
 
 class _DiffersError(Exception):
     """gigatoken cannot replace the tokenizer; the message has the reason."""
+
+
+def supports_gigatoken(tokenizer: Tokenizer) -> bool:
+    """Return True if gigatoken is installed and can encode for ``tokenizer``."""
+    return not _unsupported_reason(tokenizer)
 
 
 def _unsupported_reason(tokenizer: Tokenizer) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -91,6 +91,12 @@ class LibraryTokenizer(Tokenizer):
             max([*ids, *(token for token, added_token in added if not added_token.special), self._largest_used_id()])
             + 1
         )
+
+    @property
+    def version_text(self) -> str:
+        step = self._library.pre_tokenizer
+        names = [] if step is None else _step_names(json.loads(step.__getstate__()))
+        return f"tokenizers {tokenizers.__version__}, pre-tokenizer {' + '.join(names) or 'none'}"
 
     def _identity_values(self) -> Iterable[Any]:
         steps = (self._library.normalizer, self._library.pre_tokenizer)
@@ -236,6 +242,12 @@ def from_json_files(path: Path) -> LibraryTokenizer:
         raise DataError(f"--tokenizer-path {path} cannot be read: {error}") from error
     except (UnicodeDecodeError, _LoadError) as error:
         raise DataError(f"{path} must be a JSON file of the `tokenizers` library, which reports: {error}") from error
+
+
+def _step_names(step: Mapping[str, Any]) -> list[str]:
+    """List the types of a pre-tokenizer's steps, such as ["Split", "ByteLevel"]."""
+    steps = step.get("pretokenizers")
+    return [str(step.get("type"))] if steps is None else [name for part in steps for name in _step_names(part)]
 
 
 def from_gpt2_files(vocab: Path, merges: Path) -> LibraryTokenizer:

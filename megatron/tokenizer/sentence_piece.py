@@ -99,6 +99,10 @@ class SentencePieceTokenizer(Tokenizer):
     def piece(self, token: int) -> str | None:
         return str(self._library.id_to_piece(token)) if token < self._library.get_piece_size() else None
 
+    @property
+    def version_text(self) -> str:
+        return f"sentencepiece {sentencepiece.__version__}"
+
     def _identity_values(self) -> Iterable[Any]:
         return [self._settings, *model_identity_values(self._raw_model)]
 

@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron.errors import DataError
 from megatron.tokenizer import identity as tokenizer_identity
+from megatron.tokenizer import probe as tokenizer_probe
 from megatron.tokenizer.control_tokens import (
     BY_NAME,
     EOD_NAMES,
@@ -313,6 +314,16 @@ class Tokenizer(ABC):
     def identity(self) -> str:
         """The tokenizer's identity in token files and checkpoints; see ``megatron/tokenizer/identity.py``."""
         return tokenizer_identity.join(tokenizer_identity.digest(self._identity_values()), self._files_digest())
+
+    @property
+    def version_text(self) -> str:
+        """Library, its version and the pre-tokenizer, for messages about different ids."""
+        return type(self).__name__
+
+    @cached_property
+    def probe(self) -> dict[str, Any] | None:
+        """Ids of the probe texts, which token files and checkpoints store; None if the text cannot be encoded."""
+        return tokenizer_probe.take(self)
 
     @abstractmethod
     def _identity_values(self) -> Iterable[Any]:

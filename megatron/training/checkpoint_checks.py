@@ -10,6 +10,7 @@ from megatron.checkpoint import Checkpoint, check_model, former
 from megatron.config import Config
 from megatron.data.blend_resume import TOKENIZER
 from megatron.errors import CheckpointError
+from megatron.tokenizer import probe
 from megatron.tokenizer.identity import is_same
 from megatron.training.compatibility import changed_data_settings
 from megatron.training.deepspeed_folders import is_deepspeed_checkpoint
@@ -101,28 +102,36 @@ def _check_data(checkpoint: Checkpoint, fingerprint: str | None, config: Config)
 
 
 def check_tokenizer(
-    metadata: Mapping[str, Any], identity: str | None, *, allow_change: bool, config: Config | None = None
+    metadata: Mapping[str, Any],
+    identity: str | None,
+    run_probe: Mapping[str, Any] | None = None,
+    *,
+    allow_change: bool,
+    config: Config | None = None,
 ) -> None:
     """Check that the run has the checkpoint's tokenizer, if both are known.
 
     Args:
         metadata: checkpoint metadata.
-        identity: the run's tokenizer identity.
+        identity, run_probe: the run's tokenizer identity and probe.
         config: run configuration, used to name the settings that differ.
 
     Raises:
         CheckpointError: the tokenizers differ; the same on every rank.
     """
     saved = metadata.get("tokenizer")
-    if saved is None or identity is None or is_same(saved, identity):
+    text = probe.difference(metadata.get(probe.PROBE), run_probe)
+    if text is None and (saved is None or identity is None or is_same(saved, identity)):
         return
     log.debug(f"tokenizer identity in the checkpoint: {saved}; now: {identity}")
     changed = [] if config is None else changed_data_settings(metadata.get("config", {}), config)[TOKENIZER]
-    differences = "; ".join(changed) or "its files have changed"
+    has_same_files = saved is not None and identity is not None and is_same(saved, identity)
+    differences = "; ".join([*changed, *([text] if text else [])]) or "its files have changed"
+    fix = "Install the previous version of the library" if has_same_files else "Use the previous tokenizer"
     if not allow_change:
         raise CheckpointError(
-            f"the tokenizer must match the checkpoint, but {differences}. Token ids would have another meaning. Use "
-            "the previous tokenizer. Add --allow-vocab-change only if the ids have the same meaning, or if the model "
+            f"the tokenizer must match the checkpoint, but {differences}. Token ids would have another meaning. "
+            f"{fix}. Add --allow-vocab-change only if the ids have the same meaning, or if the model "
             "is to learn new ones"
         )
     log.info(f"the tokenizer differs from the checkpoint ({differences}); accepted because of --allow-vocab-change")

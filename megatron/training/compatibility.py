@@ -175,12 +175,15 @@ def changed_settings(saved: Mapping[str, Any], now: Config, rules: Iterable[Rule
 
 DATA_SETTINGS = {
     SAMPLES: (
-        "data_order", "mid_level_dataset_surplus", "no_extra_token", "split", "split_by", "packing", "fim_rate",
+        "data_order", "shuffle_window", "mid_level_dataset_surplus", "no_extra_token", "split", "split_by", "packing",
+        "fim_rate",
         "fim_spm_rate", "chat_template", "sft_overlong", "seq_length", "seed", "enc_seq_length", "dec_seq_length",
         "noise_density", "mean_span_length", "denoisers", "mask_prob", "whole_word_masking", "short_seq_prob",
     ),
     TOKENIZER: ("tokenizer_type", "tokenizer_path", "vocab_file", "merge_file", "vocab_extra_ids"),
-    CONTENT: ("data_path", "train_data_path", "valid_data_path", "test_data_path", "sft", "valid_sft"),
+    CONTENT: (
+        "data_path", "train_data_path", "valid_data_path", "test_data_path", "sft", "valid_sft", "json_key",
+    ),
 }  # fmt: skip
 """Part of a corpus's fingerprint -> the data settings that it depends on."""
 

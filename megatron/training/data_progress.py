@@ -31,6 +31,8 @@ def epochs_text(data: RunData, samples_consumed: int) -> str:
     if data.order is None:
         return ""
     epochs = data.order.epochs(samples_consumed)
+    if not epochs:
+        return ""
     return f"epoch{'s' if len(epochs) > 1 else ''} {format_by_corpus(epochs, '.3g')}"
 
 
@@ -39,6 +41,8 @@ def epoch_metrics(data: RunData, samples_consumed: int) -> dict[str, Any]:
     if data.order is None:
         return {}
     epochs = data.order.epochs(samples_consumed)
+    if not epochs:
+        return {}
     return {"epochs": epochs} if len(epochs) > 1 else {"epoch": next(iter(epochs.values()))}
 
 
@@ -61,4 +65,6 @@ def corpus_rows(data: RunData, num_samples: int) -> Iterator[tuple[str, str]]:
         yield "samples", f"{format_by_corpus(known, ',')} per epoch"
     if data.order is not None:
         epochs = format_by_corpus(data.order.epochs(num_samples), ".3g")
+        if not epochs:
+            return
         yield "epochs", f"{epochs} in the {num_samples:,} samples of the run"

@@ -8,14 +8,17 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron import object_store
 from megatron.arguments.messages import with_variables
 from megatron.config import Config
 from megatron.errors import DataError
 
 if TYPE_CHECKING:
     from megatron.data import BlendPaths
+    from megatron.data.text_corpus import TextSettings
 
 
 @dataclass
@@ -63,6 +66,37 @@ def get_data_paths() -> BlendPaths:
         order=settings.data_order,
         surplus=settings.mid_level_dataset_surplus,
         exclude=settings.exclude,
+        text=_text_settings(get_config()) if settings.text_corpora else None,
+        shuffle_window=settings.shuffle_window,
+    )
+
+
+def _text_settings(config: Config) -> TextSettings:
+    """Return how text corpora in --data-path are encoded.
+
+    The token files are in --data-cache-path, otherwise in a folder next to the run folder, which all hosts share.
+    """
+    from megatron.data.text_corpus import TextSettings  # imports numpy, which --help does not need
+
+    settings, tokenizer = config.data, _current.tokenizer
+    run_folder = config.checkpoint.save or config.checkpoint.load
+    next_to_run = Path(run_folder).parent if run_folder and not object_store.is_remote(run_folder) else Path("runs")
+    arguments = None
+    if tokenizer is not None and settings.tokenizer_type != "NullTokenizer":
+        arguments = {
+            "tokenizer_type": settings.tokenizer_type,
+            "vocab_file": settings.vocab_file,
+            "merge_file": settings.merge_file,
+            "tokenizer_path": settings.tokenizer_path,
+            "eod_token": tokenizer.eod_name,
+        }
+    return TextSettings(
+        cache_folder=(Path(settings.data_cache_path) if settings.data_cache_path else next_to_run) / "encoded-text",
+        tokenizer=arguments,
+        identity="" if arguments is None else tokenizer.identity,
+        json_keys=(settings.json_key,),
+        max_bad_lines=settings.max_bad_lines,
+        num_workers=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     )
 
 

@@ -15,7 +15,7 @@ The checkpointer calls ``resume`` in ``on_train_start``, and ``roll_back_to`` wh
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,15 @@ class ResumedCheckpoint:
     lineage: CheckpointLineage = field(default_factory=CheckpointLineage)
 
 
-def resume(trainer: Trainer, paths: RunPaths, tokenizer: str | None) -> ResumedCheckpoint | None:
+def resume(
+    trainer: Trainer, paths: RunPaths, tokenizer: str | None, tokenizer_probe: Mapping[str, Any] | None = None
+) -> ResumedCheckpoint | None:
     """Restore the run from the checkpoint that the flags name; return None if they name none. Collective.
 
     The flags also select which state is restored. A restart by the launcher always restores everything.
 
     Args:
-        tokenizer: the run's tokenizer identity, if known.
+        tokenizer, tokenizer_probe: the run's tokenizer identity and probe, if known.
 
     Raises:
         CheckpointError: the checkpoint is damaged or does not fit the run. Nothing has been modified in this case.
@@ -112,7 +114,7 @@ def resume(trainer: Trainer, paths: RunPaths, tokenizer: str | None) -> ResumedC
         # Compatibility: tokenizer, data, model, optimizer.
         order = None
         with marked(is_of_this_rank=False):
-            check_tokenizer(metadata, tokenizer, allow_change=flags.allow_vocab_change, config=config)
+            check_tokenizer(metadata, tokenizer, tokenizer_probe, allow_change=flags.allow_vocab_change, config=config)
             if options.data:
                 order = resume_order(
                     trainer.data,

@@ -224,7 +224,7 @@ def run(
             reporting_callbacks = run_callbacks.reporting_callbacks(config, num_parameters)
             all_callbacks = [
                 *([layout_check] if layout_check is not None else []),
-                Checkpointer(paths, getattr(tokenizer, "identity", None)),
+                Checkpointer(paths, getattr(tokenizer, "identity", None), getattr(tokenizer, "probe", None)),
                 *debuggers,
                 *run_callbacks.make_callbacks(step_callbacks),
                 *callbacks,

@@ -45,6 +45,8 @@ EVALUATING = "evaluating"
 SAVING = "saving"
 ENDING = "ending"
 
+ENCODING_TIMEOUT_S = 7 * 24 * 3600.0
+"""Limit of opening data if text is encoded first."""
 GROUP_TIMEOUT_MARGIN_S = 10.0
 """Seconds after the watchdog's limit at which process groups time out."""
 AXES = (
@@ -64,7 +66,7 @@ class RunPhases:
     def __init__(self, world: World | None = None, config: Config | None = None) -> None:
         self.phase = STARTING
         self._has_stepped = False
-        self._step_timeout_s = self._phase_timeout_s = inf
+        self._step_timeout_s = self._phase_timeout_s = self._opening_timeout_s = inf
         self._watchdog: RunWatchdog | None = None
         self._set_wait_limit: Callable[[float], None] | None = None
         if world is None or config is None or (world.grid.world.size == 1 and _is_interactive()):
@@ -74,10 +76,14 @@ class RunPhases:
             float(config.parallel.step_timeout_s),
             config.parallel.phase_timeout_s,
         )
+        has_text = bool(config.data.text_corpora)
+        self._opening_timeout_s = max(self._phase_timeout_s, ENCODING_TIMEOUT_S if has_text else 0.0)
+        if has_text and config.data.shuffle_window:  # a step may wait until its window is encoded
+            self._step_timeout_s = max(self._step_timeout_s, self._phase_timeout_s)
         is_single_rank = world.grid.world.size == 1
         if not is_single_rank:
             set_group_timeouts(
-                [world.grid.host.handle], timedelta(seconds=self._phase_timeout_s + GROUP_TIMEOUT_MARGIN_S)
+                [world.grid.host.handle], timedelta(seconds=self._opening_timeout_s + GROUP_TIMEOUT_MARGIN_S)
             )
         store = dist.HashStore() if is_single_rank else open_store(_unique_run_name(world.grid), "megatron/watch")
         rank_names = [world.rank_name(rank) for rank in range(world.grid.world.size)]
@@ -158,6 +164,8 @@ class RunPhases:
         return self.phase if operation in (None, self.phase) else f"{self.phase}, {operation}"
 
     def _phase_limit_s(self, name: str) -> float:
+        if name == OPENING_DATA:
+            return self._opening_timeout_s
         return self._step_timeout_s if name == STEP else self._phase_timeout_s
 
     def _exit_stuck(self, missing_text: str, local_report: Report, before_exit: Callable[[], None] | None) -> None:

@@ -149,7 +149,7 @@ OBSERVED_FIELDS = {
     "provider": """
         enc_seq_length dec_seq_length noise_density mean_span_length denoisers vocab_extra_ids mask_prob
         whole_word_masking short_seq_prob data_path train_data_path valid_data_path test_data_path split split_by
-        mixture_schedule data_order mid_level_dataset_surplus no_extra_token data_impl data_cache_path
+        mixture_schedule shuffle_window data_order mid_level_dataset_surplus no_extra_token data_impl data_cache_path
         object_storage_cache_path object_storage_cache_gb packing fim_rate fim_spm_rate sft valid_sft chat_template
         sft_overlong
     """,
@@ -203,6 +203,8 @@ READING_MODULES = {
     "sample_prompts": "training/run_callbacks.py",
     "prompt_bos": "training/callbacks/text_samples.py",
     "eod_token": "training/end_of_document.py",
+    "json_key": "training/global_vars.py",
+    "max_bad_lines": "training/global_vars.py",
     "eval_tasks": "training/run_callbacks.py",
     "eval_tasks_interval": "training/run_callbacks.py",
     "wandb_project": "training/callbacks/wandb.py",
@@ -254,6 +256,7 @@ COMPANION_FLAGS = {
     "data_path": "--dry-run",
     "mixture_schedule": "--data-path 1 a 1 b --dry-run",
     "data_order": "--data-path a --dry-run",
+    "shuffle_window": "--data-path a --dry-run",
     "no_extra_token": "--data-order megatron --data-path a --dry-run",
     "mid_level_dataset_surplus": "--data-order megatron --data-path 1 a 1 b --dry-run",
     "num_query_groups": "",

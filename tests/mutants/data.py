@@ -50,6 +50,30 @@ def order_does_not_depend_on_seed_and_epoch(original: Any) -> Any:
 
 
 @mutant(
+    "megatron.data.shuffle_window:WindowIndex._wait_for_tokens",
+    "tests/data/test_text_corpus.py::test_text_that_grows_has_the_samples_of_finished_files[100,0,0-range-0]",
+)
+def window_is_read_before_it_is_encoded(original: Any) -> Any:
+    return lambda self, num_tokens: original(self, 1)
+
+
+@mutant(
+    "megatron.data.shuffle_window:WindowIndex._permutation",
+    "tests/data/test_text_corpus.py::test_a_window_is_a_permutation_of_its_samples",
+)
+def windows_have_the_same_order_in_every_epoch(original: Any) -> Any:
+    return lambda self, epoch, window_idx, size: original(self, 0, window_idx, size)
+
+
+@mutant(
+    "megatron.tokenizer.probe:difference",
+    "tests/tokenizer/test_probe.py::test_token_files_of_another_library_version_are_rejected",
+)
+def probes_are_not_compared(original: Any) -> Any:
+    return lambda saved, current: None
+
+
+@mutant(
     "megatron.data.permutation:Permutation.fill",
     f"{PERMUTATION}::test_fill_at_any_offset_equals_scalar_calls",
 )

@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.config.data import DataConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.mpu.groups import build_grid, single_grid
 from megatron.mpu.mappings import all_reduce
@@ -55,7 +56,8 @@ def make_world(rank: int, world_size: int, tensor_size: int = 1) -> World:
 
 
 def _make_config(step_limit_s: int = STEP_LIMIT_S, phase_limit_s: float = PHASE_LIMIT_S) -> Any:
-    return SimpleNamespace(parallel=ParallelConfig(step_timeout=step_limit_s, phase_timeout_minutes=phase_limit_s / 60))
+    parallel = ParallelConfig(step_timeout=step_limit_s, phase_timeout_minutes=phase_limit_s / 60)
+    return SimpleNamespace(parallel=parallel, data=DataConfig())
 
 
 def _run_guarded(rank: int, folder: Path, main: Callable[[], None]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from megatron.checkpoint.huggingface.origin import (
 )
 from megatron.checkpoint.huggingface.tokenizer import (
     Vocabulary,
+    check_probe,
     copy_files,
     origin_in,
     origin_tokenizer_texts,
@@ -63,6 +66,8 @@ from megatron.models.common.huggingface_mtp import PREFIX
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.shard import Shard
 from megatron.mpu.topology import Topology
+from megatron.tokenizer.probe import FILE_NAME as PROBE_FILE
+from megatron.tokenizer.probe import PROBE
 
 # Export: one of our checkpoints as a Hugging Face folder.
 
@@ -110,7 +115,9 @@ def export(
     """
     check_empty(output)
     config, origin = saved_config(checkpoint.metadata), origin_of(checkpoint.metadata)
-    vocabulary, notes = _load_vocabulary(config, tokenizer_path, checkpoint.metadata.get(CHAT_TEMPLATE))
+    vocabulary, notes = _load_vocabulary(
+        config, tokenizer_path, checkpoint.metadata.get(CHAT_TEMPLATE), checkpoint.metadata.get(PROBE)
+    )
     saved_type = checkpoint.metadata.get(_MODEL_TYPE) if origin is None else origin.model_type
     if model_type is None and saved_type is not None:
         model_type = _usable_model_type(config, saved_type, notes)
@@ -133,6 +140,8 @@ def export(
             notes += _write_origin_settings(folder, origin, config, dtype_name, model_type, vocabulary)
         origin_texts = None if vocabulary is None or origin is None else _origin_texts(origin, vocabulary)
         tokenizer_problem = None if vocabulary is None else write_tokenizer(folder, vocabulary, origin_texts)
+        if vocabulary is not None and vocabulary.tokenizer.probe is not None:
+            files.write_bytes(folder / PROBE_FILE, json.dumps(vocabulary.tokenizer.probe).encode())
     if tokenizer_problem is not None:
         notes.append(f"the exported tokenizer is incomplete: {tokenizer_problem}")
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in hf_tensors.values())
@@ -204,11 +213,13 @@ def _origin_texts(origin: Origin, vocabulary: Vocabulary) -> dict[str, str] | No
 
 
 def _load_vocabulary(
-    config: Config, tokenizer_path: Path | None, template: str | None
+    config: Config, tokenizer_path: Path | None, template: str | None, saved_probe: Mapping[str, Any] | None
 ) -> tuple[Vocabulary | None, list[str]]:
     """Load the tokenizer, with notes. An unreadable tokenizer is an error only if it is ``tokenizer_path``."""
     try:
-        vocabulary = vocabulary_of(config, tokenizer_path, template, may_be_larger=tokenizer_path is None)
+        vocabulary = vocabulary_of(
+            config, tokenizer_path, template, may_be_larger=tokenizer_path is None, saved_probe=saved_probe
+        )
     except DataError as error:
         if tokenizer_path is not None:
             raise
@@ -368,6 +379,7 @@ def import_folder(source: Path, output: Path) -> tuple[Path, Config]:
     config = without_zero_biases(tensors, without_missing_mtp(tensors, config, model_type), model_type)
     weights = weights_from_huggingface(tensors, config, model_type)
     with new_folder(output) as folder:
+        check_probe(source)
         if copy_files(source, folder / TOKENIZER):
             tokenizer_fields = tokenizer_config_fields(folder / TOKENIZER, output.absolute() / TOKENIZER)
             config = replace(config, data=replace(config.data, **tokenizer_fields))

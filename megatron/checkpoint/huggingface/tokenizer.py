@@ -28,7 +28,7 @@ from megatron.config import Config
 from megatron.errors import ConfigError, DataError
 from megatron.models.registry import data_parts
 from megatron.models.t5.data import T5Tokens
-from megatron.tokenizer import Tokenizer, build
+from megatron.tokenizer import Tokenizer, build, probe
 from megatron.tokenizer.chat import NAMED, ChatTemplate, find_template, special_names
 from megatron.tokenizer.control_tokens import BY_NAME
 from megatron.tokenizer.huggingface import LibraryTokenizer
@@ -48,7 +48,7 @@ from megatron.tokenizer.t5_sentence_piece import T5SentencePieceTokenizer
 # template as ``chat_template.jinja``. A run that started from a Hugging Face folder and still uses its tokens writes
 # the folder's own files instead, from the folder of the run's tokenizer or from the checkpoint (``origin``).
 # The import also reads a ``vocab.txt`` without ``tokenizer.json`` as BertWordPiece; ``tokenizer_config.json`` decides
-# whether it lower-cases.
+# whether it lower-cases. ``tokenizer_probe.json`` has the ids of the probe texts, which every later load compares.
 
 JSON, SPIECE, VOCAB, MERGES = "tokenizer.json", "spiece.model", "vocab.json", "merges.txt"
 VOCAB_TXT = "vocab.txt"  # BERT's vocabulary
@@ -101,16 +101,22 @@ def unknown_ids(config: Config) -> dict[str, int | None]:
 
 
 def vocabulary_of(
-    config: Config, tokenizer_path: Path | None, template: str | None = None, *, may_be_larger: bool = False
+    config: Config,
+    tokenizer_path: Path | None,
+    template: str | None = None,
+    *,
+    may_be_larger: bool = False,
+    saved_probe: Mapping[str, Any] | None = None,
 ) -> Vocabulary | None:
     """Load the tokenizer in ``tokenizer_path``, by default the run's tokenizer; None if neither is set.
 
     Args:
         template: text of the --chat-template file, as the checkpoint stores it.
         may_be_larger: accept a tokenizer that encodes text to ids beyond the model's vocabulary size.
+        saved_probe: ids of the probe texts in the checkpoint; None: not compared.
 
     Raises:
-        DataError: the tokenizer cannot be read.
+        DataError: the tokenizer cannot be read, or it encodes the probe texts to other ids than ``saved_probe``.
         ConfigError: the tokenizer encodes text to ids beyond the model's vocabulary size.
     """
     data_config = config.data
@@ -126,6 +132,11 @@ def vocabulary_of(
         merge_file=data_config.merge_file,
         tokenizer_path=data_config.tokenizer_path,
     )
+    if text := probe.difference(saved_probe, tokenizer.probe if saved_probe else None):
+        raise DataError(
+            f"{tokenizer.paths[0]} does not encode text as the tokenizer of the run did: {text}. Set --tokenizer-path "
+            "to the tokenizer of the run, and install the version of its library"
+        )
     eod_token = data_config.eod_token
     if eod_token is not None and (eod_token == BY_NAME or tokenizer.token_to_id(eod_token) is not None):
         tokenizer.use_eod(eod_token)
@@ -289,7 +300,7 @@ def _write_texts(folder: Path, texts: Mapping[str, str]) -> None:
 
 def copy_files(source: Path, target: Path) -> bool:
     """Copy the tokenizer files in the folder ``source`` to ``target``; return False if ``source`` has no tokenizer."""
-    names = [name for name in (*_VOCABULARIES, *TOKENIZER_TEXTS) if (source / name).is_file()]
+    names = [name for name in (*_VOCABULARIES, *TOKENIZER_TEXTS, probe.FILE_NAME) if (source / name).is_file()]
     if not ({JSON, VOCAB_TXT, SPIECE} & {*names} or {VOCAB, MERGES} <= {*names}):
         return False
     files.make_folder(target)
@@ -376,6 +387,16 @@ def _token_texts_in(source: Path, ids: Iterable[int]) -> dict[int, str]:
         }
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise DataError(f"{source / JSON} is not a file of the `tokenizers` library: {error!r}") from error
+
+
+def check_probe(folder: Path) -> None:
+    """Compare the tokenizer in ``folder`` with the probe that an export has written next to it, if there is one.
+
+    Raises:
+        DataError: the ids differ; the message names both versions.
+    """
+    if (folder / probe.FILE_NAME).is_file() and has_tokenizer(folder):
+        _tokenizer_in(folder)
 
 
 def _tokenizer_in(source: Path) -> Tokenizer:

@@ -274,7 +274,8 @@ def _encode_units(
 
             def on_report(running: Mapping[int, Counts]) -> None:
                 counts = sum_counts((job_progress.counts, *running.values()))
-                limits.check(counts, job_progress.max_records(running, counts))
+                if not job.reports_all_bad:
+                    limits.check(counts, job_progress.max_records(running, counts))
                 update(job_progress.num_done_bytes(running), job_progress.format_status(counts))
 
             job_progress.begin()
@@ -324,7 +325,12 @@ def _write_output(
     examples = shards.collect_bad_records(prefix, shard_folder, [shard.unit for shard in finished_shards])
     plan.check_space_for_output(Path(prefix).absolute().parent, counts, shard_folder.dtype.itemsize)
     writer = IndexedDatasetBuilder(
-        prefix, vocab_size=job_plan.tokenizer["size"], tokenizer=job_plan.tokenizer["identity"], eod_id=job_plan.eod_id
+        prefix,
+        vocab_size=job_plan.tokenizer["size"],
+        tokenizer=job_plan.tokenizer["identity"],
+        eod_id=job_plan.eod_id,
+        source=job_plan.source,
+        probe=job_plan.probe,
     )
     with progress("joining", counts.num_tokens * shard_folder.dtype.itemsize) as update:
         merge(writer, shard_folder, finished_shards, lambda done: update(done, f"{done / 1e6:.0f} MB"))

@@ -177,6 +177,8 @@ class Job:
         use_gigatoken: encode with ``gigatoken`` if it returns the same ids.
         share: encode only this share's units, into a folder shared with other jobs; None: all units.
         cluster: Ray cluster that encodes the units, "auto" or HOST:PORT; None: processes on this machine.
+        reports_all_bad: encode all units before failing because of bad records, so that all of them are reported.
+        source: digest of the text, stored in the sidecar; None: not stored.
     """
 
     inputs: Sequence[Path | str]
@@ -195,6 +197,8 @@ class Job:
     share: Share | None = None
     cluster: str | None = None
     upload_to: str | None = None
+    reports_all_bad: bool = False
+    source: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

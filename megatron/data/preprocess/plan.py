@@ -24,7 +24,7 @@ from megatron.data.preprocess.job_types import STDIN, Counts, Job, Share, Unit
 from megatron.data.preprocess.shards import PLAN, ShardFolder, shard_folder_path
 from megatron.errors import DataError
 from megatron.log import human_bytes
-from megatron.tokenizer import Tokenizer
+from megatron.tokenizer import Tokenizer, probe
 from megatron.tokenizer.identity import is_same
 
 # A job's identity: inputs, encoding options and units. Shards can only be used with their own plan.
@@ -49,6 +49,8 @@ class JobPlan:
             None.
         num_units: unit count.
         eod_id: token id that ends every document; None if there is none.
+        source: digest of the text; None: unknown.
+        probe: ids of the probe texts; see ``megatron.tokenizer.probe``.
     """
 
     inputs: Sequence[tuple[str, int, int]]
@@ -59,6 +61,8 @@ class JobPlan:
     format: int = FORMAT
     num_units: int = 0
     eod_id: int | None = None
+    source: str | None = None
+    probe: Mapping[str, Any] | None = None
 
     @property
     def num_shares(self) -> int:
@@ -110,6 +114,8 @@ class JobPlan:
             if not text.startswith(f"{_SHARE_OPTION} ")
         ]
         descriptions += _describe_changed_values("the tokenizer's ", earlier.tokenizer, self.tokenizer)
+        if text := probe.difference(earlier.probe, self.probe):
+            descriptions.append(text)
         descriptions += _describe_changed_inputs(earlier.inputs, self.inputs)
         return descriptions if descriptions or self.units == earlier.units else ["the input is split into other units"]
 
@@ -276,6 +282,8 @@ def open_shards(job: Job, paths: Sequence[Path | str], tokenizer: Tokenizer) -> 
         tokenizer=_tokenizer_properties(tokenizer, saved),
         num_units=len(units),
         eod_id=tokenizer.eod_id if job.append_eod else None,
+        source=job.source,
+        probe=tokenizer.probe,
     )
     shard_folder = make_shard_folder(folder, requested, is_shared=bool(job.share or job.cluster))
     if job.share:

@@ -17,7 +17,6 @@ from megatron.data.blend_paths import BlendPaths
 from megatron.data.cache import IndexCache
 from megatron.data.dataset_builder import OpenCorpus, SplitDatasets, build_datasets
 from megatron.data.documents import Documents, DocumentSlice, count_documents, documents_key, longest_document
-from megatron.data.indexed_dataset import IndexedDataset
 from megatron.data.permutation import random_words
 from megatron.data.sample_index import SampleIndex, TokenSource, prefetch_slices
 from megatron.errors import DataError
@@ -460,13 +459,15 @@ def build_bert_train_valid_test(
     word_starts: np.ndarray | None = None,
     needed: Sequence[bool] = (True, True, True),
     tokenizer_identity: str | None = None,
+    tokenizer_probe: Mapping[str, Any] | None = None,
 ) -> SplitDatasets:
     """Build training, validation and test samples; None for a split that is not needed.
 
     Args:
         seq_length, seed, has_pairs, mask_prob, short_seq_prob, word_starts: as in ``BertDataset``.
         tokens: all token ids in a text must be below its ``text_vocab_size``.
-        tokenizer_identity: tokenizer identity, compared with the one in the corpus's sidecar file, if any.
+        tokenizer_identity, tokenizer_probe: the tokenizer's identity and probe, compared with those in the corpus's
+            sidecar file, if any.
 
     Raises:
         DataError: the data fail a check (D02, D09-D14 in docs/reliability.md), paths or weights are invalid, or, for
@@ -474,8 +475,8 @@ def build_bert_train_valid_test(
     """
 
     def open_corpus(prefix: str, cache: IndexCache) -> OpenCorpus:
-        token_file = IndexedDataset(prefix, reader=paths.data_impl, cache=cache)
-        dataset_checks.check_tokenizer(token_file, tokenizer_identity)
+        token_file = paths.open_token_file(prefix, cache)
+        dataset_checks.check_tokenizer(token_file, tokenizer_identity, tokenizer_probe)
         dataset_checks.check_token_ids(token_file, tokens.text_vocab_size, cache)
 
         def make(documents: Documents, draws: str) -> BertDataset:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -284,6 +284,7 @@ def build_t5_train_valid_test(
     reset_attention_mask: bool = False,
     needed: Sequence[bool] = (True, True, True),
     tokenizer_identity: str | None = None,
+    tokenizer_probe: Mapping[str, Any] | None = None,
 ) -> SplitDatasets:
     """Build training, validation and test samples; None for a split that is not needed.
 
@@ -293,7 +294,8 @@ def build_t5_train_valid_test(
     Args:
         enc_seq_length, dec_seq_length, denoisers, seed, reset_attention_mask: as in ``T5Dataset``.
         tokens: all token ids in a text must be below its ``text_vocab_size``.
-        tokenizer_identity: tokenizer identity, compared with the one in the corpus's sidecar file, if any.
+        tokenizer_identity, tokenizer_probe: the tokenizer's identity and probe, compared with those in the corpus's
+            sidecar file, if any.
 
     Raises:
         DataError: the data fail a check (D02, D09-D14 in docs/reliability.md), paths or weights are invalid, there are
@@ -317,8 +319,8 @@ def build_t5_train_valid_test(
             return OpenCorpus(
                 files.context, files.fingerprint, make_from_set, enc_seq_length - 1, length_flag, has_random_draws=False
             )
-        token_file = IndexedDataset(prefix, reader=paths.data_impl, cache=cache)
-        dataset_checks.check_tokenizer(token_file, tokenizer_identity)
+        token_file = paths.open_token_file(prefix, cache)
+        dataset_checks.check_tokenizer(token_file, tokenizer_identity, tokenizer_probe)
         dataset_checks.check_token_ids(token_file, tokens.text_vocab_size or tokens.vocab_size, cache)
         make_from_tokens = partial(_t5_samples, token_file, {**dataset_kwargs, "denoisers": denoisers})
         sample_tokens = raw_length(enc_seq_length, denoisers)

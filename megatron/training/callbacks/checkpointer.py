@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class Checkpointer(Callback):
     Args:
         paths: run folder and source that the run resumes from.
         tokenizer: the run's tokenizer identity, if known.
+        tokenizer_probe: the tokenizer's ids of the probe texts, if known.
 
     Attributes:
         loaded: the checkpoint that the run started from.
@@ -57,8 +58,10 @@ class Checkpointer(Callback):
         lineage: checkpoints in the folder that belong to this history of the run; known on rank 0.
     """
 
-    def __init__(self, paths: RunPaths, tokenizer: str | None = None) -> None:
-        self.paths, self.tokenizer = paths, tokenizer
+    def __init__(
+        self, paths: RunPaths, tokenizer: str | None = None, tokenizer_probe: Mapping[str, Any] | None = None
+    ) -> None:
+        self.paths, self.tokenizer, self.tokenizer_probe = paths, tokenizer, tokenizer_probe
         self.loaded: Path | None = None
         self.origin: Path | None = None
         self.committed: Path | None = None
@@ -78,7 +81,7 @@ class Checkpointer(Callback):
         if data.sft is not None and data.chat_template is not None and trainer.world.rank == 0:
             # Store the text, because the file may be deleted or changed before the run is exported.
             self._export_metadata[CHAT_TEMPLATE] = Path(data.chat_template).read_text(encoding="utf-8")
-        resumed = resume(trainer, self.paths, self.tokenizer)
+        resumed = resume(trainer, self.paths, self.tokenizer, self.tokenizer_probe)
         if resumed is not None:
             self._continue_from(resumed)
         self.status.last_time = time.monotonic()
@@ -233,6 +236,7 @@ class Checkpointer(Callback):
         data = data_to_save(trainer.data, trainer.progress.samples_consumed, self._loaded_data)
         extra = {
             "tokenizer": self.tokenizer,
+            "tokenizer_probe": self.tokenizer_probe,
             "job": job_id(),
             **self._export_metadata,
             **({EXCLUSION: trainer.data.exclusion} if trainer.data.exclusion else {}),

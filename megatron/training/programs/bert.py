@@ -35,6 +35,7 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
         word_starts=tokenizer.word_starts(vocabulary) if args.whole_word_masking else None,
         needed=tuple(count > 0 for count in train_val_test_num_samples),
         tokenizer_identity=vocabulary.identity,
+        tokenizer_probe=vocabulary.probe,
     )
 
 

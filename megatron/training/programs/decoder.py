@@ -45,6 +45,7 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
         vocab_size=args.vocab_size,
         needed=needed,
         tokenizer_identity=tokenizer.identity,
+        tokenizer_probe=tokenizer.probe,
         eod_id=tokenizer.eod_id,
         flags_needing_eod=["--" + flag.replace("_", "-") for flag in EOD_FLAGS if getattr(args, flag)],
         packing=args.packing,

@@ -31,6 +31,7 @@ def train_valid_test_datasets_provider(train_val_test_num_samples: list[int]) ->
         reset_attention_mask=args.reset_attention_mask,
         needed=tuple(count > 0 for count in train_val_test_num_samples),
         tokenizer_identity=get_tokenizer().identity,
+        tokenizer_probe=get_tokenizer().probe,
     )
 
 
