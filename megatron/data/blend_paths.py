@@ -77,12 +77,13 @@ class BlendPaths:
         """Open text whose samples can be read while it is encoded; None if ``prefix`` must be encoded first.
 
         The samples of a window must not depend on text that follows it: there is a shuffle window, and no --split by
-        position, which needs the number of documents.
+        position, which needs the number of documents, as ``exclude`` and Megatron's order do.
 
         Raises:
             DataError: the text cannot be read.
         """
-        if self.text is None or not self.shuffle_window or not is_text_corpus(prefix):
+        needs_all_documents = self.exclude is not None or self.order != "native"
+        if self.text is None or not self.shuffle_window or needs_all_documents or not is_text_corpus(prefix):
             return None
         if not (self.has_separate_splits or self.split_by == "hash" or has_one_share(self.split)):
             log.info(

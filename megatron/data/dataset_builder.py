@@ -47,6 +47,12 @@ class OpenCorpus:
     length_flag: str
     has_random_draws: bool
 
+    @property
+    def finished_file(self) -> IndexedDataset:
+        """``token_file``, which is not text that is still being encoded."""
+        assert isinstance(self.token_file, IndexedDataset)
+        return self.token_file
+
 
 def build_datasets(
     paths: BlendPaths,
@@ -114,7 +120,7 @@ def read_excluded(paths: BlendPaths, opened: Mapping[str, OpenCorpus]) -> dict[s
     """
     if paths.exclude is None:
         return None
-    num_documents = [corpus.token_file.num_documents for corpus in opened.values()]
+    num_documents = [corpus.finished_file.num_documents for corpus in opened.values()]
     return Exclusion.read(paths.exclude).by_prefix(list(opened), num_documents)
 
 

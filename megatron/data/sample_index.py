@@ -74,6 +74,7 @@ class DocumentIndex(ConcatenatedDocuments):
     def _segment_arrays(self, segment: int) -> list[np.ndarray]:
         """Compute the arrays to store in a segment's cache file."""
         starts, document_indices, _ = self._build(segment)
+        assert isinstance(document_indices, np.ndarray)  # stored orders are shuffled
         return [starts.view(np.uint8), document_indices.view(np.uint8)]
 
     def _segment_from_content(self, content: np.ndarray, segment: int) -> Segment:

@@ -73,6 +73,11 @@ class WindowIndex:
             else:
                 self._append(0, token_file.document_lengths, IndexRange(documents[0] + begin, documents[0] + end))
 
+    def samples_of(self, document: int, first: int, stop: int) -> list[int]:
+        """Find the samples from ``first`` to ``stop`` - 1 with tokens of ``document``, by reading all of them."""
+        samples = range(first, stop)
+        return [index for index in samples if any(part.document == document for part in self.slices(index))]
+
     def slices(self, index: int) -> list[DocumentSlice]:
         """Find the nonempty document slices in sample ``index``; wait until its window is encoded.
 

@@ -80,7 +80,7 @@ def append(folder: Path, config: Config, topology: Topology, step: int, samples:
         "step": step,
         "samples": samples,
         "micro_batch_size": config.batch.batch_size,
-        "batch_sizes": [sizes.full, sizes.start, sizes.increment, sizes.samples],
+        "batch_sizes": [sizes.full, sizes.starts, sizes.samples],
         "is_interleaved": config.data.has_megatron_order,
         "tokens_per_sample": config.tokens_per_sample,
         "layout": topology.axis_sizes(),
@@ -115,9 +115,13 @@ def read_stretches(folder: Path) -> list[Stretch]:
 def _decode(entry: dict[str, Any]) -> Stretch:
     layout = entry["layout"]
     return Stretch(
-        entry["step"], entry["samples"], entry["micro_batch_size"], BatchSizes(*entry["batch_sizes"]),
+        entry["step"], entry["samples"], entry["micro_batch_size"], _batch_sizes(*entry["batch_sizes"]),
         entry["is_interleaved"], entry["tokens_per_sample"], Topology(**layout),
     )  # fmt: skip
+
+
+def _batch_sizes(full: int, starts: Sequence[Sequence[int]], samples: int) -> BatchSizes:
+    return BatchSizes(full, tuple((consumed, size) for consumed, size in starts), samples)
 
 
 def _before(stretches: Sequence[Stretch], step: int) -> list[Stretch]:

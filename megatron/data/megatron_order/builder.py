@@ -97,7 +97,7 @@ def build_in_megatron_order(
 
 def _documents(corpus: OpenCorpus, paths: BlendPaths, split_idx: int) -> tuple[int, int]:
     """Find (start, stop) for the corpus's documents in a split; raise DataError if they have no tokens."""
-    token_file = corpus.token_file
+    token_file = corpus.finished_file
     documents = (0, token_file.num_documents)
     flags = f"--{SPLIT_NAMES[split_idx]}-data-path"
     if not paths.has_separate_splits:
@@ -119,7 +119,7 @@ def _check_sequences(corpus: OpenCorpus) -> None:
     Raises:
         DataError: a document has several sequences, or there are too many documents for int32.
     """
-    token_file = corpus.token_file
+    token_file = corpus.finished_file
     if token_file.num_sequences != token_file.num_documents:
         raise DataError(
             f"--data-order megatron needs token files with one sequence per document, got {token_file.prefix} with "
