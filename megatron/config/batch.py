@@ -105,7 +105,7 @@ class BatchConfig:
     iterations_to_skip: str | None = option(
         None,
         "steps without an update: numbers and ranges such as 5 101-200. Their samples count as consumed, and the "
-        "learning rate does not advance",
+        "schedule of --lr does not advance",
         join=" ".join,
         aliases=("--skip-train-iteration-range",),
         shown_default="none",

@@ -60,7 +60,7 @@ class LoggingConfig:
     )
     wandb_save_dir: str | None = option(None, "folder for wandb's files", shown_default="in the run folder")
     wandb_entity: str | None = option(None, "team or user of the project", shown_default="wandb's default")
-    swanlab_project: str | None = option(None, "project of SwanLab to log to", short="log to SwanLab")
+    swanlab_project: str | None = option(None, "project of SwanLab to log to")
     swanlab_mode: str = option(
         "cloud",
         "where SwanLab's records go; cloud: the service, after swanlab login; local: a folder for swanlab watch; "
@@ -71,14 +71,12 @@ class LoggingConfig:
         None,
         "tracking server or folder of MLflow to log to, such as http://host:5000 or file:mlruns; the experiment is "
         "MLFLOW_EXPERIMENT_NAME, and credentials are read from MLFLOW_TRACKING_*",
-        short="log to MLflow",
     )
     metrics_port: int | None = option(
         None,
         "port on rank 0's host at which Prometheus reads the newest metrics (/metrics, OpenMetrics)",
         minimum=1,
         maximum=65535,
-        short="serve metrics for Prometheus",
     )
     metrics_host: str = option(
         "127.0.0.1", "address for --metrics-port; 0.0.0.0: all networks of the host, without authentication"

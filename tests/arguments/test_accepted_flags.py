@@ -56,7 +56,7 @@ def test_interval_zero_disables_exit_and_logging() -> None:
 
 def test_pretrain_gpt_notes_global_batch_load_balancing_loss() -> None:
     line = "--num-experts 4 --moe-aux-loss-coeff 0.01 --disable-bias-linear"
-    note = "the load-balancing loss of the experts is computed over the global batch"
+    note = "the load-balancing loss aux_loss uses the experts' shares of the previous global batch"
     assert [text for text in parse_line(line, defaults=GPT).notes if note in text]
     assert not [text for text in parse_line(line).notes if note in text]
 

@@ -63,7 +63,6 @@ def test_data_parallel_size_excludes_context_axis() -> None:
             "t5",
             ["--context-parallel-size does not support T5", "Use --sequence-parallel"],
         ),
-        (f"{CP2_FLAGS} --cp-comm-type a2a+p2p", "gpt2", ["--cp-comm-type must be one of all_gather, a2a, p2p"]),
     ],
 )
 def test_unsupported_combinations_raise(line: str, family: str, fragments: list[str]) -> None:

@@ -341,7 +341,7 @@ SHARED_OPTION_FLAGS = (
 
 FILE_OPTIONS = (
     "vocab_file", "merge_file", "tokenizer_path", "deepspeed_config", "config", "sft", "valid_sft", "chat_template",
-    "eval_tasks",
+    "eval_tasks", "exclude",
 )  # fmt: skip
 """Options whose value is a file that is there."""
 

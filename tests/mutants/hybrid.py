@@ -84,7 +84,7 @@ def dropped_rows_stay_in_the_recurrent_cache(original: Any) -> Any:
     return lambda self, rows: None
 
 
-@mutant("megatron.config.recurrent:norm_placement_of", f"{FORMULA}[own norms-False]")
+@mutant("megatron.config.recurrent:norm_placement_of", f"{FORMULA}[own norms-False]", raises=True)
 def recurrent_layers_have_the_norms_of_attention(original: Any) -> Any:
     return lambda model, layer_type: model.norm_placement
 

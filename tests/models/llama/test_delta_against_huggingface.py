@@ -126,6 +126,8 @@ def test_random_models_match_hugging_face(seed: int) -> None:
 
 @pytest.mark.parametrize("name", slow_except(CASES, ("qwen3_next",)))
 def test_tensor_ranks_match_hugging_face(name: str) -> None:
+    if CASES[name].settings.get("linear_num_key_heads", 2) % 2:
+        pytest.skip("an odd number of key heads cannot be sharded over two ranks")
     make_comparison(CASES[name], 2).check("case", 2)
 
 
