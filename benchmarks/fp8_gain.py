@@ -1,7 +1,8 @@
 """Estimate when FP8 pays: the time of a layer in bf16 and with --fp8-format, by hidden size and tokens.
 
-``python -m benchmarks.fp8_gain`` prints the table of docs/fp8.md. The times are estimates of the planner; no GPU
-was measured.
+    python -m benchmarks.fp8_gain [--gpu h200]
+
+prints the table of docs/fp8.md. The times are estimates of the planner; no GPU was measured.
 """
 
 from __future__ import annotations

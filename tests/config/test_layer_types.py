@@ -226,11 +226,10 @@ def test_heads_of_attention_do_not_matter_without_attention() -> None:
         make_config(f"{mamba} --linear-attention-freq 2", world_size=2)
 
 
-def test_zero_2_and_3_need_a_layout_without_pipeline() -> None:
-    flags = "--num-layers 2 --experimental-attention-variant gdn --zero-stage 2"
-    assert make_config(flags, world_size=2).optimizer.zero_stage == 2
-    with pytest.raises(ConfigError, match="2 is not supported in a pipeline"):
-        make_config(f"{flags} --pipe-parallel-size 2", world_size=2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_2_and_3_support_pipelines(stage: int) -> None:
+    flags = f"--num-layers 2 --experimental-attention-variant gdn --zero-stage {stage}"
+    assert make_config(f"{flags} --pipe-parallel-size 2", world_size=4).optimizer.zero_stage == stage
 
 
 def test_recurrent_flags_are_rejected_outside_of_decoders() -> None:

@@ -77,9 +77,9 @@ def write_instruct_folder(
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files without tensors."""
+    """Return the contents of all files without tensors, except the tokenizer's probe, which every export adds."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
-        if path.is_file() and path.suffix != ".safetensors"
+        if path.is_file() and path.suffix != ".safetensors" and path.name != "tokenizer_probe.json"
     }

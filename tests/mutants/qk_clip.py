@@ -122,7 +122,7 @@ def rotated_queries_are_scaled_as_the_other_part(original: Any) -> Any:
     return factors
 
 
-@mutant("megatron.optim.param_store:ParamStore.scale_rows", "tests/optim/zero/test_scaled_rows.py")
+@mutant("megatron.optim.param_store:ParamStore.scale_rows", "tests/optim/test_scaled_rows.py")
 def shards_are_scaled_by_the_factors_of_the_first_rows(original: Any) -> Any:
     def scale(self: Any, parameter: Any, factors: torch.Tensor) -> None:
         main_param = self.main_params[parameter]

@@ -78,7 +78,7 @@ class CountingEngine:
 class RecordingData:
     """Tells from which sample an iterator was asked to start."""
 
-    fingerprint = order = None
+    fingerprint = order = exclusion = None
     has_training = True
     corpora: dict[str, dict[str, float]] = {}
 

@@ -152,6 +152,8 @@ def test_documented_names_equal_recorded_names(run_dirs: dict[str, Path]) -> Non
         "train": {
             "epochs",
             "seq_length",
+            "weight_decay",
+            "max_attention_logit",
             "lr",
             "z_loss",
             "mtp_1_loss",

@@ -41,7 +41,7 @@ def test_later_starts_replace_repeated_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize("topology", [Topology(1, 2, 1), Topology(2, 3, 2, context=2)], ids=["dp2", "pp2 dp3 cp2 tp2"])
 def test_reader_equals_data_loader(topology: Topology, is_interleaved: bool) -> None:
-    sizes = BatchSizes(24, 12, 6, 60)
+    sizes = BatchSizes.ramp(24, 12, 6, 60)
     stretch = Stretch(4, 30, 2, sizes, is_interleaved, 16, topology)
     loaders = [
         DataLoader(

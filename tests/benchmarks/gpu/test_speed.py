@@ -203,7 +203,7 @@ def test_smaller_devices_get_smaller_cases() -> None:
     assert [run and (run.model_sizes.num_layers, run.contenders[-1]) for run in sliced_runs] == [
         (5, "hf"),
         (2, "hf"),
-        (2, "ours"),
+        (2, "ours-fp8"),
     ]
     assert fit_model(large, 139 * GIB, below=8).batch_size == 4  # type: ignore[union-attr]
     assert fit_model(large, 139 * GIB, below=1) is None

@@ -148,5 +148,6 @@ def test_cases_cover_every_model_config_field():
     tested_flags = " ".join([flags for flags, _, _ in CASES] + OUTPUT_FLAGS)
     for field in set(ModelConfig.__dataclass_fields__) - tested_elsewhere - set(DecoderFeatures.__dataclass_fields__):
         assert flag_names.get(field, field.replace("_", "-")) in tested_flags, field
-    extra_fields = {"family", *recompute_switches(parse(BASE.split(), world_size=1))}
+    fp8_config = parse([*BASE.split(), "--bf16", "--fp8-format", "e4m3"], world_size=1)
+    extra_fields = {"family", *recompute_switches(fp8_config), *fp8_config.precision.fp8_layers()}
     assert set(ModelArgs.__dataclass_fields__) - extra_fields <= set(ModelConfig.__dataclass_fields__)
