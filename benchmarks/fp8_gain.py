@@ -1,6 +1,6 @@
 """Estimate when FP8 pays: the time of a layer in bf16 and with --fp8-format, by hidden size and tokens.
 
-    python -m benchmarks.fp8_gain [--gpu h200]
+    python -m benchmarks.fp8_gain --gpu h200
 
 prints the table of docs/fp8.md. The times are estimates of the planner; no GPU was measured.
 """

@@ -79,10 +79,14 @@ def fp8_quantization(device: torch.device) -> str:
     """Bytes and maxima of rows and columns equal those of torch's operators on the CPU, also for NaN and zeros."""
     from megatron.mpu import fp8_quantize
 
+    def bits(x: torch.Tensor) -> torch.Tensor:
+        """Return the bits of ``x`` as integers; 1 for every NaN, whose sign is not defined."""
+        return x.view(torch.uint8 if x.itemsize == 1 else torch.int32).masked_fill(x.float().isnan(), 1)
+
     def quantize(x: torch.Tensor) -> list[torch.Tensor]:
         rows, columns = fp8_quantize.row_maxima(x), fp8_quantize.column_maxima(x)
         quantized = fp8_quantize.quantize_rows(x, rows), fp8_quantize.quantize_columns(x, columns)
-        return [rows.view(torch.int32), columns.view(torch.int32), *(tensor.view(torch.uint8) for tensor in quantized)]
+        return [bits(tensor) for tensor in (rows, columns, *quantized)]
 
     x = random(0, 70, 5000, dtype=BF16).to(BF16) * torch.logspace(-20, 4, 70).unsqueeze(1).to(BF16)
     x[3], x[5, 7], x[6, 9] = 0.0, float("nan"), float("inf")

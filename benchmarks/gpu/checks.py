@@ -354,7 +354,8 @@ def _compare(
     """
     words = [*(TOY_SIZES if machine.is_dry else SIZES)[model].split(), "--device", machine.device_type]
     if "--gas" not in layout:
-        words += ["--gas", str(MICRO_BATCHES // (2 if DATA in layout else 1))]
+        replicas = re.search(r"--data-parallel-size (\d+)", layout)
+        words += ["--gas", str(MICRO_BATCHES // (int(replicas[1]) if replicas else 1))]
     words += [*layout.split(), *(["--fp32"] if dtype == "fp32" else [])]
     words += ["--json", str(folder / "seen.json"), *(["--reference", str(reference)] if reference else [])]
     process = run_python(machine, str(ROOT / "tools" / "check_layout.py"), *words)

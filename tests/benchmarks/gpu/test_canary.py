@@ -58,11 +58,21 @@ def test_kernel_rows_run_kernels_and_detect_wrong_values(row: Row) -> None:
                 launch(kernel, *args, writes=writes, updates=updates, **options)
                 if kernel.endswith(f":{wrong_kernel}"):  # noqa: B023
                     for tensor in (*writes, *updates):
-                        tensor.mul_(1.03)
+                        spoil(tensor)
 
             triton_launch.launch = launch_wrongly  # restored by ``emulated``
             with pytest.raises(AssertionError, match="allowed"):
                 row.run(CPU)
+
+
+def spoil(tensor: torch.Tensor) -> None:
+    """Change all values by some percent; an FP8 value by half, and the bits of an fp32 value as integers."""
+    if tensor.dtype == torch.float8_e4m3fn:
+        tensor.copy_(tensor.float() * 1.5)
+    elif tensor.is_floating_point():
+        tensor.mul_(1.03)
+    else:
+        tensor.add_(2**18)
 
 
 def test_kernel_row_without_its_kernel_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,9 +69,10 @@ def test_reference_runs_once_per_model_and_dtype(tmp_path: Path, fake_tool: list
     assert len(reference_lines) == 4 and len(fake_tool) == 4 + len(checks.LAYOUTS)
     assert len({line[line.index("--reference") + 1] for line in fake_tool}) == 4
     data_parallel_lines = [line for line in fake_tool if "--data-parallel-size" in line]
-    assert data_parallel_lines and all(line[line.index("--gas") + 1] == "2" for line in data_parallel_lines), (
-        "the same global batch"
-    )
+    assert {
+        int(line[line.index("--gas") + 1]) * int(line[line.index("--data-parallel-size") + 1])
+        for line in data_parallel_lines
+    } == {checks.MICRO_BATCHES}, "the same global batch"
     assert "worst gradient (norm.weight) 1.0e-15 (allowed 1e-12)" in verdicts["gpt2 fp64 tp 2"].text
 
 
