@@ -8,9 +8,9 @@ from types import ModuleType
 
 import pytest
 
-import pretrain_bert
 import pretrain_gpt2
 import pretrain_t5
+from examples.bert import pretrain_bert
 from megatron.data import preprocess
 from megatron.errors import DataError
 from megatron.tokenizer import build

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,23 +25,36 @@ class SwanLab(Tracker):
 
         logging_config = config.logging
         self._module: Any = swanlab
+        interrupt_handler = signal.getsignal(signal.SIGINT)
         run = swanlab.init(
             project=logging_config.swanlab_project,
-            experiment_name=folder.name,
-            mode=logging_config.swanlab_mode,
-            logdir=os.environ.get("SWANLAB_LOG_DIR") or str(folder / "swanlog"),
+            name=folder.name,
+            mode="online" if logging_config.swanlab_mode == "cloud" else logging_config.swanlab_mode,
+            log_dir=os.environ.get("SWANLAB_LOG_DIR") or str(folder / "swanlog"),
             config=config.to_dict(),
             id=run_id,
             resume="allow",
         )
-        return str(run.public.run_id)
+        signal.signal(signal.SIGINT, interrupt_handler)  # swanlab's handler would not save a checkpoint
+        return str(run.id)
 
     def send(self, record_type: str, step: int, values: Mapping[str, float]) -> None:
         self._module.log(dict(values), step=step)
 
     def finish(self, *, has_failed: bool) -> None:
+        """Leave the run open for ``close``: swanlab sets signal handlers, which only the main thread can do."""
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Send the pending records and finish the run, in the main thread."""
+        is_open = self._thread is not None
+        super().close(has_failed=has_failed)
+        if not is_open:
+            return
         state = "crashed" if has_failed else "success"
-        self._module.finish(state, **({"error": "the run ended with an error"} if has_failed else {}))
+        try:
+            self._module.finish(state, **({"error": "the run ended with an error"} if has_failed else {}))
+        except Exception as error:
+            self._report_failure(f"{type(error).__name__}: {error}")
 
     @property
     def pending_advice(self) -> str:

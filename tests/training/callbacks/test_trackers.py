@@ -375,7 +375,8 @@ def run_twice(module: str, name: str, flags: str, folder: Path, environment: Map
 
 
 @pytest.mark.slow
-def test_real_mlflow_continues_run_without_repeated_points(tmp_path: Path) -> None:
+def test_real_mlflow_continues_run_without_repeated_points(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     pytest.importorskip("mlflow", reason=f"mlflow {TRACKERS_MISSING}")
     from mlflow.tracking import MlflowClient
 
