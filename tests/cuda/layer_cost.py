@@ -152,6 +152,8 @@ def measure(library: FakeCuda, case: CostCase) -> Cost:
             output, grad = run()
             middle = len(device.operators)
             output.backward(grad)
+    if device.stats.mixed:
+        raise AssertionError(f"{case} combines tensors of the host and of the device: {dict(device.stats.mixed)}")
     passes = device.operators[start:middle], device.operators[middle:]
     return Cost(*map(PassCost.of, passes), unit, device.stats.reads, alive.peak_bytes)
 
@@ -168,6 +170,9 @@ def make_layer(device: Device, family: str, flags: str, extra: str) -> tuple[Run
     for parameter in layer.parameters():
         fake = torch.empty(parameter.shape, dtype=dtype, device="cuda")
         runs.replace_parameter(parameter, torch.nn.Parameter(fake))
+    for module in layer.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.zeros_like(buffer, device="cuda"))
     devices.replace_data = runs.set_parameter_tensor
     stack_expert_weights(layer)  # as a run does after moving its model to the device
     shape = config.batch.seq_length, config.batch.batch_size, config.model.hidden_size
