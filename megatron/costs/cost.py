@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from megatron.costs.memoize import memoized_list
 from megatron.costs.memory import (
     BUCKET_BYTES,
     NO_ZERO,
@@ -492,6 +493,7 @@ class Costs(ABC):
             )
         return self.gathered_parameters(unit_ranges, tensor, zero.num_gathered_layers, has_experts=has_experts)
 
+    @memoized_list
     def small_parameters(self, tensor: int, width: int) -> list[int]:
         """Count the parameters per unit in weights that are smaller than a gradient bucket.
 

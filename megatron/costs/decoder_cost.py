@@ -18,6 +18,7 @@ from megatron.costs.cost import OPERATIONS, Costs, Product, SavedBytes, Shared, 
 from megatron.costs.dimensions import Features, ModelDimensions, known_vocab_size
 from megatron.costs.expert_cost import ExpertCosts
 from megatron.costs.latent_cost import LatentCosts
+from megatron.costs.memoize import memoized_list
 from megatron.costs.memory import BYTES, Memory, loss_bytes
 from megatron.costs.recurrent_cost import COSTS, RecurrentCosts
 from tds.partition import partition_balanced, partition_uniform_chunks
@@ -303,6 +304,8 @@ class DecoderCosts(Costs):
 
     def fp8_scratch_bytes(self, samples: int, tensor: int) -> int:
         """See ``Costs``. On CUDA, kernels write the quantized rows only; an emulation has copies in wider formats."""
+        if not self.fp8_recipe:
+            return 0
         is_emulated = self.is_on_cpu or self.fp8_recipe != ROWWISE
         products = {product for work in self.unit_work(samples, tensor, 2) for product in work.fp8_products}
         numel = [
@@ -569,6 +572,7 @@ class DecoderCosts(Costs):
             return all_heads
         return self.num_norm_vectors * {"none": 0, "l2": 0, "head": 2 * d, "all": all_heads}[norm_type]
 
+    @memoized_list
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         model = self.model
         head = table_parameters(model, tensor) if model.untie_embeddings else 0
@@ -600,6 +604,7 @@ class DecoderCosts(Costs):
         users = (0, self.model.num_layers + 2 if has_mtp else self.num_units - 1)
         return [Shared(table_parameters(self.model, tensor), users)]
 
+    @memoized_list
     def unit_saved_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> list[SavedBytes]:
@@ -754,6 +759,7 @@ class DecoderCosts(Costs):
         layers = [layer_messages if has_experts else () for has_experts in self.with_experts]
         return self._with_mtp([(), *layers, (), ()], (), lambda messages: messages)
 
+    @memoized_list
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         model, h = self.model, self.model.hidden_size
         tokens = samples * self.local_length

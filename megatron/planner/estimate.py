@@ -92,7 +92,7 @@ class Planner:
         self.config, self.machine = config, machine
         self.costs = costs or registry.costs_of(config, is_on_cpu=machine.is_cpu)
         self.num_estimates = 0
-        self._unit_names = self.costs.unit_names
+        self._unit_names, self._flops_per_sample = self.costs.unit_names, self.costs.flops_per_sample
         self._models: dict[int, Model] = {}
         self._bounds: dict[tuple[int, int, str], list[int]] = {}
         self._parameters: dict[tuple[int, int], tuple[int, int]] = {}
@@ -118,7 +118,7 @@ class Planner:
             seconds_by_activity=seconds_by_activity,
             bubble=idle,
             traffic=traffic,
-            flops=self.costs.flops_per_step(layout.global_batch_size),
+            flops=layout.global_batch_size * self._flops_per_sample,
             peak_flops=world * (peak if self.machine.is_cpu else mixed_peak(peak, self.costs.fp8_share)),
             tokens=layout.global_batch_size * self.config.tokens_per_sample,
         )
@@ -205,7 +205,9 @@ class Planner:
         unit_seconds, communication = self.unit_seconds(layout), self.model(layout).communication
         tensor_by_unit = communication.tensor_traffic(layout, unit_seconds)
         context_by_unit = [
-            communication.context_traffic(layout, unit) if name.split()[-1].isdigit() else NO_TRAFFIC
+            communication.context_traffic(layout, unit)
+            if layout.context > 1 and name.split()[-1].isdigit()
+            else NO_TRAFFIC
             for unit, name in enumerate(self._unit_names)
         ]
         expert_by_unit = self.expert_traffic(layout)

@@ -17,6 +17,7 @@ from megatron.costs import decoder_cost
 from megatron.costs.cost import Product, SavedBytes, Work
 from megatron.costs.decoder_cost import DecoderCosts, distribution_costs, dropout_costs, loss_costs, mask_reason
 from megatron.costs.dimensions import known_vocab_size
+from megatron.costs.memoize import memoized_list
 
 _TOKEN_TYPES = 2
 
@@ -57,6 +58,7 @@ class BertCosts(DecoderCosts):
         second_head = 6.0 * transform if self.heads.binary_head else 0.0
         return super().flops_per_token(causal=causal) + 6.0 * h * h + second_head
 
+    @memoized_list
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         h = self.model.hidden_size
         embedding, *layers, _, head = super().unit_parameters(tensor)
@@ -64,12 +66,14 @@ class BertCosts(DecoderCosts):
         transform = h * h + 3 * h + (self._transform_parameters() if self.heads.binary_head else 0)
         return [embedding + (_TOKEN_TYPES + 2) * h, *layers, transform, head + words]
 
+    @memoized_list
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         embedding, *layers, norm, head = super().unit_work(samples, tensor, width)
         h = self.model.hidden_size
         transform = Work(products=(Product(samples * self.local_length, h, h),), operations=2 * norm.operations)
         return [embedding, *layers, transform, head]
 
+    @memoized_list
     def unit_saved_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> list[SavedBytes]:

@@ -26,6 +26,7 @@ from megatron.costs import decoder_cost
 from megatron.costs.cost import OPERATIONS, Costs, Product, SavedBytes, Shared, Work, scores
 from megatron.costs.decoder_cost import ELEMENTWISE, MAX_SAVED_PROBABILITIES, dropout_costs, loss_costs
 from megatron.costs.dimensions import ModelDimensions, known_vocab_size
+from megatron.costs.memoize import memoized_list
 from megatron.costs.memory import loss_bytes
 from megatron.models.t5.config import T5LayerOrder, t5_units
 from tds.partition import partition_balanced, partition_balanced_chunks
@@ -94,6 +95,7 @@ class T5Costs(Costs):
         head = 2 * self.sides.dec_seq_length * self.model.hidden_size * known_vocab_size(self.model)
         return 3.0 * (self.sides.enc_layers * enc + self.sides.dec_layers * dec + head)
 
+    @memoized_list
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         model = self.model
         norm = model.hidden_size * (1 if model.has_relative_positions else 2)
@@ -113,6 +115,7 @@ class T5Costs(Costs):
         bias = sides.relative_attention_num_buckets * model.num_attention_heads // tensor
         return [word, Shared(bias, tuple(units.enc_layers)), Shared(bias, tuple(units.dec_layers))]
 
+    @memoized_list
     def unit_saved_bytes(
         self, samples: int, tensor: int, width: int, sequence: int = 1, *, saves_gathered_inputs: bool = False
     ) -> list[SavedBytes]:
@@ -129,6 +132,7 @@ class T5Costs(Costs):
             SavedBytes(hidden),
         ]
 
+    @memoized_list
     def unit_work(self, samples: int, tensor: int, width: int) -> list[Work]:
         """See ``Costs``.
 
