@@ -57,7 +57,8 @@ class RecurrentCosts(ABC):
     def core_products(self, tokens: int, tensor: int) -> tuple[Product, ...]:
         """Return the products of the recurrence, which have no weights.
 
-        The time model reads them in pairs and counts the outputs of the first product of each pair as scores.
+        The time model reads them in pairs and counts the outputs of the first product of each pair, which are masked or
+        decayed, like attention scores.
         """
 
     @property
