@@ -5,9 +5,9 @@
     python benchmarks/recurrent.py --device cuda --dtype bf16 --hidden-size 2048 --lengths 512 4096 32768 131072
 
 All mixers have the same hidden size and process the same number of tokens per turn: shorter sequences form a batch.
-Mixers and lengths take turns within a round. The time per token of a recurrent mixer does not depend on the length,
-that of attention grows linearly. Attention has fewer rounds (``--attention-rounds``), because its turns at the longest
-length take most of the time.
+Mixers and lengths take turns within a round. The time per token of a recurrent mixer does not depend on the length; the
+time per token of attention grows linearly. Attention has fewer rounds (``--attention-rounds``), because its turns at
+the longest length take most of the time.
 
 | column | value |
 |---|---|
@@ -15,7 +15,7 @@ length take most of the time.
 | x shortest | time per token divided by that at the shortest length, median of the ratios within rounds |
 | x attention | time per token divided by that of attention at the same length, ratio of the medians |
 | saved bytes/token | bytes that autograd saves for backward, without weights, per token of one sequence |
-| estimate | the planner's estimate of this number (``megatron.costs.recurrent_cost``), which has none for attention |
+| estimate | the planner's estimate of the saved bytes (``megatron.costs.recurrent_cost``); none for attention |
 """
 
 from __future__ import annotations

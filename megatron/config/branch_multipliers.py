@@ -90,7 +90,7 @@ class MultiplierFeatures:
 
     branch_multipliers: str = _option(
         "",
-        "constant factors of the parts of each layer, as in Falcon-H1: a list such as key=0.4,mlp-output=0.2; the "
+        "constant factors of parts of each layer, as in Falcon-H1: a list such as key=0.4,mlp-output=0.2; the "
         f"others are 1. Names: {', '.join(NAMES)}",
         shown_default="none",
     )

@@ -30,7 +30,7 @@ class LayerFeatures:
     )
     sink_layers: str = _option(
         ALL_LAYERS,
-        "layers whose softmax is that of --softmax-type: all, or window: those with a window only, as in MiMo-V2-Flash",
+        "layers with the softmax of --softmax-type: all, or window: only layers with a window, as in MiMo-V2-Flash",
         choices=(ALL_LAYERS, WINDOW_LAYERS),
     )
     window_num_query_groups: int = _option(
@@ -43,7 +43,7 @@ class LayerFeatures:
     attention_output_gate: bool = _option(
         False,
         "multiply the output of each head by the sigmoid of a further projection of the input, with one gate per "
-        "element; with multi-latent attention one gate per head, as bailing_hybrid",
+        "element; with multi-latent attention one gate per head, as in bailing_hybrid",
     )
     no_rope_freq: str = _option(
         "",
@@ -52,12 +52,12 @@ class LayerFeatures:
         shown_default="none",
     )
     rotary_interleaved: bool = _option(
-        False, "rotate the elements 2 i and 2 i + 1 of a head instead of i and i + d / 2, as GPT-J and Meta's LLaMA"
+        False, "rotate the elements 2 i and 2 i + 1 of a head instead of i and i + d / 2, as in GPT-J and Meta's LLaMA"
     )
     rotary_truncate: bool = _option(
         True,
         "yarn: use the fractional indices of the pairs with --rotary-beta-fast and --rotary-beta-slow rotations "
-        "instead of rounding them outwards, as gpt-oss",
+        "instead of rounding them outwards, as in gpt-oss",
         flag="",
         constants={"--no-rotary-truncate": False},
     )
@@ -87,7 +87,7 @@ ARCHITECTURE = (
 
 
 def has_rotary(model: Any, layer_idx: int) -> bool:
-    """Check if layer ``layer_idx``, counted from 0, has rotary positions.
+    """Return True if layer ``layer_idx``, counted from 0, has rotary positions.
 
     Raises:
         ValueError: ``no_rope_freq`` is invalid, or its list does not have one entry per layer.

@@ -59,7 +59,7 @@ class LayerType(NamedTuple):
 
     @property
     def recurrent_mixer(self) -> str:
-        """The recurrent mixer of the layer, which is MAMBA2 in parallel to attention; NO_MIXER if it has none."""
+        """The recurrent mixer of the layer: MAMBA2 for PARALLEL_MAMBA; NO_MIXER if the layer has none."""
         return {ATTENTION: NO_MIXER, PARALLEL_MAMBA: MAMBA2}.get(self.mixer, self.mixer)
 
     @property
@@ -134,8 +134,8 @@ def linear_layers(variant: str, frequency: str, num_layers: int) -> tuple[bool, 
         return (False,) * num_layers
     if not frequency:
         return (True,) * num_layers
-    if number := period(frequency):
-        return tuple(layer % number != 0 for layer in range(1, num_layers + 1))
+    if interval := period(frequency):
+        return tuple(layer % interval != 0 for layer in range(1, num_layers + 1))
     return layer_pattern(frequency, num_layers)
 
 
@@ -143,7 +143,7 @@ def parse_pattern(text: str) -> str:
     """Return the letters of a hybrid layer pattern, one per layer, without pipeline bounds.
 
     Raises:
-        ValueError: the pattern is empty or has other characters than the letters of ``PATTERN_LETTERS`` and ``|``.
+        ValueError: the pattern is empty, or contains characters other than ``PATTERN_LETTERS`` and ``|``.
     """
     letters = text.replace(PIPELINE_BOUND, "")
     if not letters or not set(letters) <= set(PATTERN_LETTERS):
@@ -152,16 +152,16 @@ def parse_pattern(text: str) -> str:
 
 
 def has_experts(model: Any, layer_idx: int) -> bool:
-    """Return True if layer ``layer_idx``, counted from 0, of a model with these features has experts.
+    """Return True if layer ``layer_idx`` of ``model``, counted from 0, has experts.
 
     Raises:
-        ValueError: as ``layer_types``.
+        ValueError: see ``layer_types``.
     """
     return layer_types(model)[layer_idx].feed_forward == EXPERTS
 
 
 def is_hybrid(model: Any) -> bool:
-    """Return True if not all layers have attention and a feed-forward half; False if the layer types are invalid."""
+    """Return True if any layer is not plain attention plus feed-forward; False if the layer types are invalid."""
     try:
         return any(layer_type.mixer != ATTENTION or not layer_type.feed_forward for layer_type in layer_types(model))
     except ValueError:
@@ -169,7 +169,7 @@ def is_hybrid(model: Any) -> bool:
 
 
 def has_attention(model: Any) -> bool:
-    """Return True if any layer has attention; also if the model has no layers or invalid layer types."""
+    """Return True if any layer has attention, if the model has no layers, or if its layer types are invalid."""
     try:
         types = layer_types(model)
     except ValueError:

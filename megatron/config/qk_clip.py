@@ -25,13 +25,13 @@ class QKClipFeatures:
     qk_clip_threshold: float = _option(100.0, "with --qk-clip: largest attention logit that is not clipped", above=0)
     qk_clip_alpha: float = _option(
         0.5,
-        "with --qk-clip: exponent of the factor for queries; keys are scaled by the factor to the power of 1 - this",
+        "with --qk-clip: exponent alpha of the factor of queries; the exponent of keys is 1 - alpha",
         above=0,
         below=1,
     )
     qk_clip_bound: bool = _option(
         False,
-        "measure an upper bound, the largest |q| |k|, instead of the largest attention logit: cheaper, and "
+        "measure an upper bound, the largest |q| |k|, instead of the largest attention logit: cheaper, but "
         "--qk-clip clips more",
     )
     log_max_attention_logit: bool = _option(
@@ -45,16 +45,16 @@ class QKClipFeatures:
 
 
 TRAINING = tuple(field.name for field in fields(QKClipFeatures))
-"""Fields that affect how a model is trained but not what it computes."""
+"""Fields that affect training, but not the outputs of a model."""
 
 
 def qk_clip_problems(model: Any) -> Iterator[str]:
-    """Yield an error message for each setting in ``model``, a model section, that excludes the flags of this module."""
+    """Yield an error message for each setting in ``model``, a model section, that QK-clip or its metric rejects."""
     if not model.measures_logits:
         return
     flag = "--qk-clip" if model.qk_clip else "--log-max-attention-logit"
     if not has_attention(model):
-        yield f"{flag} needs softmax attention, got no layer with it. Remove it, or change the types of the layers"
+        yield f"{flag} needs softmax attention, which no layer has. Remove it, or change the layer types"
     if model.qk_clip and model.qk_norm != "none":
         yield (
             f"--qk-clip has no effect with --qk-norm {model.qk_norm}, which undoes any scaling of query and key "

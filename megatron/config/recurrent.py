@@ -30,7 +30,7 @@ _option = partial(option, family_kind="decoder", elsewhere="recurrent layers are
 SAME = "same"
 GROUP_NORM, NORM_FIRST, NO_NORM = "group", "norm-first", "none"
 MAMBA_EXPANSION = 2
-"""Width of the heads of Mamba-2 divided by the hidden size, if ``mamba_num_heads`` is not set."""
+"""Default total width of the heads of Mamba-2, divided by the hidden size (without ``mamba_num_heads``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,8 @@ class RecurrentLayers:
     experimental_attention_variant: str = _option(
         NO_VARIANT,
         "mixer of recurrent layers: gated_delta_net (Qwen3-Next), kimi_delta (Kimi Linear), mamba2; parallel_mamba2: "
-        "attention and Mamba-2 with the same input, as Falcon-H1; --linear-attention-freq selects the layers",
+        "attention and Mamba-2 with the same input, as in Falcon-H1; --linear-attention-freq selects the "
+        "layers",
         choices=(NO_VARIANT, *VARIANTS),
         synonyms={"gdn": "gated_delta_net", "kda": "kimi_delta"},
     )
@@ -56,24 +57,27 @@ class RecurrentLayers:
     )
     hybrid_layer_pattern: str = _option(
         "",
-        "one letter per layer, which has only a mixer or only a feed-forward half: M Mamba-2, G the mixer of "
+        "layers as letters, each either a mixer or a feed-forward half: M Mamba-2, G the mixer of "
         "--experimental-attention-variant (gated_delta_net), * attention, + multi-latent attention, - feed-forward, "
-        "E experts; | separates the virtual pipeline stages; --num-layers follows from it",
+        "E experts; | separates the virtual pipeline stages; determines --num-layers",
         aliases=("--hybrid-override-pattern",),
     )
-    linear_conv_kernel_dim: int = _option(4, "tokens of the short convolution of recurrent layers", minimum=1)
-    linear_key_head_dim: int = _option(128, "size of a query or key head of recurrent layers", minimum=1)
-    linear_value_head_dim: int = _option(128, "size of a value head of recurrent layers", minimum=1)
-    linear_num_key_heads: int = _option(16, "number of query and key heads of recurrent layers", minimum=1)
+    linear_conv_kernel_dim: int = _option(
+        4, "kernel size, in tokens, of the short convolution of delta-rule layers", minimum=1
+    )
+    linear_key_head_dim: int = _option(128, "size of a query or key head of delta-rule layers", minimum=1)
+    linear_value_head_dim: int = _option(128, "size of a value head of delta-rule layers", minimum=1)
+    linear_num_key_heads: int = _option(16, "number of query and key heads of delta-rule layers", minimum=1)
     linear_num_value_heads: int = _option(
-        32, "number of value heads of recurrent layers, a multiple of --linear-num-key-heads", minimum=1
+        32, "number of value heads of delta-rule layers, a multiple of --linear-num-key-heads", minimum=1
     )
     linear_allow_neg_eigval: bool = _option(
         False,
-        "double beta of the delta rule, so that the state's transition has eigenvalues from -1 to 1, as OLMo Hybrid",
+        "double beta of the delta rule, so that the eigenvalues of the state's transition are from -1 to 1, as in OLMo "
+        "Hybrid",
     )
     linear_norm_epsilon: float = _option(
-        0.0, "epsilon of the output norm of recurrent layers; OLMo Hybrid: 1e-5", above=0, shown_default="norm-epsilon"
+        0.0, "epsilon of the output norm of delta-rule layers; OLMo Hybrid: 1e-5", above=0, shown_default="norm-epsilon"
     )
     linear_norm_placement: str = _option(
         SAME,
@@ -82,30 +86,30 @@ class RecurrentLayers:
     )
     linear_full_rank_gates: bool = _option(
         False,
-        "decay and output gate of kimi_delta by full matrices, as in bailing_hybrid, instead of products of rank "
-        "--linear-key-head-dim",
+        "kimi_delta: compute decays and output gates with full matrices, as in bailing_hybrid, instead of products "
+        "of rank --linear-key-head-dim",
     )
     linear_decay_limit: float = _option(
         0.0,
-        "kimi_delta: bound the exponent of the decay of a token by this number, through a sigmoid instead of a "
-        "softplus; 0: no bound; bailing_hybrid: 5",
+        "kimi_delta: largest magnitude of a token's log decay, which is then a scaled sigmoid instead of a softplus; "
+        "0: no limit; bailing_hybrid: 5",
         minimum=0,
     )
-    mamba_state_dim: int = _option(128, "elements n of the state of Mamba-2 per channel", minimum=1)
+    mamba_state_dim: int = _option(128, "state size n of Mamba-2 per channel", minimum=1)
     mamba_head_dim: int = _option(64, "size of a head of Mamba-2", minimum=1)
     mamba_num_groups: int = _option(8, "number of groups of heads of Mamba-2 that share B and C", minimum=1)
     mamba_num_heads: int = _option(
         0, "number of heads of Mamba-2", minimum=1, shown_default=f"{MAMBA_EXPANSION} x hidden-size / mamba-head-dim"
     )
-    mamba_conv_kernel_dim: int = _option(4, "tokens of the convolution of Mamba-2", minimum=1)
+    mamba_conv_kernel_dim: int = _option(4, "kernel size, in tokens, of the convolution of Mamba-2", minimum=1)
     mamba_conv_bias: bool = _option(
-        True, "the convolution of Mamba-2 without a bias", flag="", constants={"--no-mamba-conv-bias": False}
+        True, "omit the bias of the convolution of Mamba-2", flag="", constants={"--no-mamba-conv-bias": False}
     )
     mamba_proj_bias: bool = _option(False, "biases in the projections of Mamba-2")
     mamba_norm: str = _option(
         GROUP_NORM,
         "output norm of Mamba-2: group: RMS norm of y silu(z) over each of --mamba-norm-groups groups of channels; "
-        "norm-first: the same norm of y, multiplied by silu(z); none: y silu(z), as Falcon-H1",
+        "norm-first: the same norm of y, multiplied by silu(z); none: y silu(z), as in Falcon-H1",
         choices=(GROUP_NORM, NORM_FIRST, NO_NORM),
     )
     mamba_norm_groups: int = _option(
@@ -117,7 +121,8 @@ class RecurrentLayers:
     def _derive_recurrent_sizes(self) -> None:
         """Set the fields that follow from others; reset those of mixers that the model does not have.
 
-        Pipeline bounds in the pattern are not settings of the model (``megatron.arguments.derived_sizes``).
+        Pipeline bounds are removed from the pattern, because they are settings of the layout
+        (``megatron.arguments.derived_sizes``).
         """
         if letters := self.hybrid_layer_pattern.replace(PIPELINE_BOUND, ""):
             object.__setattr__(self, "hybrid_layer_pattern", letters)
@@ -164,8 +169,8 @@ ARCHITECTURE = (
 
 def norm_placement_of(model: Any, layer_type: LayerType) -> str:
     """Return the placement of the norms of a layer."""
-    has_own = layer_type.mixer in DELTA_MIXERS and model.linear_norm_placement != SAME
-    placement: str = model.linear_norm_placement if has_own else model.norm_placement
+    is_separate = layer_type.mixer in DELTA_MIXERS and model.linear_norm_placement != SAME
+    placement: str = model.linear_norm_placement if is_separate else model.norm_placement
     return placement
 
 
@@ -208,8 +213,8 @@ def _pattern_problems(model: Any, explicit: tuple[str, ...]) -> Iterator[str]:
     pattern = model.hybrid_layer_pattern
     if MTP_SEPARATOR in pattern:
         yield (
-            f"--hybrid-layer-pattern does not support the layers of multi-token prediction after /, got {pattern!r}. "
-            "Remove them"
+            f"--hybrid-layer-pattern does not support multi-token prediction layers after /, got {pattern!r}. Remove "
+            "them"
         )
         return
     try:
@@ -234,7 +239,7 @@ def _pattern_problems(model: Any, explicit: tuple[str, ...]) -> Iterator[str]:
         yield "--moe-layer-freq cannot be combined with --hybrid-layer-pattern. Remove it, and write E for experts"
     if "G" in letters and model.experimental_attention_variant == "parallel_mamba2":
         yield (
-            "the letter G of --hybrid-layer-pattern is a layer without attention, got "
+            "the letter G of --hybrid-layer-pattern selects a layer without attention, got "
             "--experimental-attention-variant parallel_mamba2. Use gated_delta_net or kimi_delta"
         )
     if "G" not in letters and model.experimental_attention_variant != NO_VARIANT:
@@ -250,7 +255,7 @@ def _pattern_problems(model: Any, explicit: tuple[str, ...]) -> Iterator[str]:
             " Remove it, or write E for the layers of experts"
         )
     if "*" in letters and model.multi_latent_attention:
-        yield f"--multi-latent-attention is the letter + of --hybrid-layer-pattern, got * in {pattern}. Write + instead"
+        yield f"--multi-latent-attention needs + in --hybrid-layer-pattern, got * in {pattern}. Write + instead"
     if "+" in letters and not model.multi_latent_attention:
         yield f"the letter + of --hybrid-layer-pattern {pattern} needs --multi-latent-attention. Add it, or write *"
 
@@ -270,9 +275,9 @@ def _linear_problems(model: Any, t: int, *, has_kimi: bool) -> Iterator[str]:
     sizes = model.linear_key_head_dim, model.linear_value_head_dim
     if has_kimi and (key_heads != value_heads or sizes[0] != sizes[1]):
         yield (
-            "kimi_delta has a value head of the same size for each key head, got --linear-num-key-heads "
+            "kimi_delta needs equal numbers and sizes of key heads and value heads, got --linear-num-key-heads "
             f"{key_heads}, --linear-num-value-heads {value_heads}, --linear-key-head-dim {sizes[0]} and "
-            f"--linear-value-head-dim {sizes[1]}. Set them in pairs"
+            f"--linear-value-head-dim {sizes[1]}. Set each pair to one value"
         )
 
 
@@ -306,9 +311,9 @@ def _mamba_problems(model: Any, t: int) -> Iterator[str]:
 
 
 def _combination_problems(config: Any, types: tuple[LayerType, ...]) -> Iterator[str]:
-    """Yield the problems of other features in a model whose layers differ from attention and feed-forward."""
+    """Yield an error message for each feature that hybrid decoders do not support."""
     model, parallel = config.model, config.parallel
-    is_hybrid_flag = "--hybrid-layer-pattern" if model.hybrid_layer_pattern else "--experimental-attention-variant"
+    hybrid_flag = "--hybrid-layer-pattern" if model.hybrid_layer_pattern else "--experimental-attention-variant"
     if model.parallel_residual != "none" and any(layer_type.num_halves == 1 for layer_type in types):
         yield (
             f"--parallel-residual {model.parallel_residual} needs a mixer and a feed-forward half in each layer, got "
@@ -316,14 +321,14 @@ def _combination_problems(config: Any, types: tuple[LayerType, ...]) -> Iterator
         )
     if model.mtp_num_layers and types and (types[-1].mixer != ATTENTION or types[-1].feed_forward == NO_MLP):
         yield (
-            f"--mtp-num-layers {model.mtp_num_layers} needs a last layer with attention and a feed-forward half, whose "
-            f"type the multi-token prediction layers have, got {types[-1].label}. Change {is_hybrid_flag}, or remove "
-            "--mtp-num-layers"
+            f"--mtp-num-layers {model.mtp_num_layers} needs attention and a feed-forward half in the last layer, "
+            f"because multi-token prediction layers copy its type, got {types[-1].label}. Change {hybrid_flag}, or "
+            "remove --mtp-num-layers"
         )
     if parallel.compile:
-        yield f"--compile supports attention layers only, got {is_hybrid_flag}. Remove one of them"
+        yield f"--compile supports attention layers only, got {hybrid_flag}. Remove one of them"
     if config.checkpoint.checkpoint_format == "deepspeed":
-        yield f"--checkpoint-format deepspeed does not support {is_hybrid_flag}. Use --checkpoint-format native"
+        yield f"--checkpoint-format deepspeed does not support {hybrid_flag}. Use --checkpoint-format native"
 
 
 def unused_recurrent_features(model: Any, explicit: tuple[str, ...]) -> Iterator[str]:
@@ -338,6 +343,6 @@ def unused_recurrent_features(model: Any, explicit: tuple[str, ...]) -> Iterator
         if not has_layer and model.experimental_attention_variant != NO_VARIANT:
             yield (
                 f"--experimental-attention-variant {model.experimental_attention_variant} has no effect with "
-                f"--linear-attention-freq {model.linear_attention_freq}, which gives all layers attention. Change or "
-                "remove one of them"
+                f"--linear-attention-freq {model.linear_attention_freq}, which selects attention in all layers. Change "
+                "or remove one of them"
             )

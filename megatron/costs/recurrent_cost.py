@@ -1,8 +1,8 @@
 """Costs of recurrent mixers: parameters, products, saved activations and messages. Does not import torch.
 
-Symbols: h hidden size, t tensor ranks, k tokens of the convolution. Delta rule: g key heads of d_k elements, a value
-heads of d_v elements. Mamba-2: a heads of d elements, g groups, n elements of the state per channel. A chunk has C
-tokens.
+Symbols: h hidden size, t tensor ranks, k kernel size of the convolution. Delta rule: g key heads of d_k elements,
+a value heads of d_v elements. Mamba-2: a heads of d elements, g groups, n elements of the state per channel. A chunk
+has C tokens.
 
 | quantity | gated_delta_net | kimi_delta (d = d_k = d_v) | mamba2 |
 |---|---|---|---|
@@ -16,8 +16,9 @@ tokens.
 | state of a sample | a d_k d_v | a d d | a d n |
 | message per sample and chunk | a d_k (d_k + d_v) | 2 a d d | a (1 + d n) |
 
-The FLOPs of the state are those of the recurrence token by token, as in Megatron-LM; work in chunks has more products
-(``core_products``), which are not counted as FLOPs of the model. States and decays are in fp32 for 16-bit weights.
+The FLOPs of the state are counted for the recurrence token by token, as in Megatron-LM. The chunked computation has
+more products (``core_products``), which do not count as FLOPs of the model. States and decays are in fp32 for 16-bit
+weights.
 """
 
 from __future__ import annotations
@@ -54,7 +55,11 @@ class RecurrentCosts(ABC):
 
     @abstractmethod
     def core_products(self, tokens: int, tensor: int) -> tuple[Product, ...]:
-        """Return the products of the recurrence without weights, in pairs: the first of a pair is masked or decayed."""
+        """Return the products of the recurrence, which have no weights.
+
+        The time model reads them in pairs and counts the outputs of the first product of each pair, which are masked or
+        decayed, like attention scores.
+        """
 
     @property
     @abstractmethod
@@ -65,14 +70,15 @@ class RecurrentCosts(ABC):
     def message_numel(self, tensor: int) -> tuple[int, int]:
         """Return the elements per sample and chunk that context ranks exchange.
 
-        They are (transition and final state, in at least fp32; last inputs of the convolution).
+        Returns:
+            Elements of the transition and the final state, in at least fp32, and of the last convolution inputs.
         """
 
     @abstractmethod
     def saved_bytes(self, tokens: int, tensor: int, width: int) -> tuple[int, int]:
         """Return the bytes that the mixer saves for backward: (in total, by the recurrence between its projections).
 
-        The input of the projections is excluded. Selective recomputation does not save the second number.
+        The input of the projections is excluded. With selective recomputation, the second number is not saved.
 
         Args:
             tokens: tokens of a micro-batch on the rank.
@@ -80,7 +86,7 @@ class RecurrentCosts(ABC):
         """
 
     def scratch_bytes(self, tokens: int, tensor: int, width: int) -> int:
-        """Return the bytes of gradients that the backward of the recurrence holds at the same time."""
+        """Return the bytes of gradients that the backward of the recurrence allocates at the same time."""
         return tokens * self._gradient_numel * max(width, 4) // tensor
 
     @property
@@ -95,7 +101,7 @@ class DeltaCosts(RecurrentCosts):
 
     @property
     def key_width(self) -> int:
-        """Total size of all key heads, which is that of all query heads."""
+        """Total size of all key heads, and of all query heads."""
         return int(self.model.linear_num_key_heads * self.model.linear_key_head_dim)
 
     @property
@@ -177,7 +183,7 @@ class DeltaCosts(RecurrentCosts):
     def _core_numel(self) -> float:
         """Elements per token that the recurrence saves for 32-bit inputs, in addition to its inputs.
 
-        They are keys and queries (with decays, solved, stacked), values, six tables of a chunk, and its state.
+        These are keys and queries (decayed, solved, stacked), values, six C x C tables of each chunk, and its state.
         """
         keys, heads = self.heads * self._key_size, self.heads
         states = keys * self._value_size / CHUNK_SIZE
@@ -223,7 +229,7 @@ class KimiCosts(DeltaCosts):
 
     @property
     def _core_numel(self) -> float:
-        """As in ``DeltaCosts``, with the decays of each element, the halves of blocks, and three tables of a chunk."""
+        """As in ``DeltaCosts``, with decays per element, the halves of blocks, and three C x C tables of each chunk."""
         num_levels = CHUNK_SIZE.bit_length() - 1
         return super()._core_numel + (2.5 * num_levels + 2) * self.key_width - 3 * self.heads * CHUNK_SIZE
 
@@ -246,7 +252,7 @@ class MambaCosts(RecurrentCosts):
         return int(self.model.mamba_num_heads)
 
     def _state_width(self, tensor: int) -> int:
-        """Return the rows of B on one of ``tensor`` ranks: all of them if several ranks read one group."""
+        """Return the rows of B that one of ``tensor`` ranks stores: all rows if several ranks read one group."""
         model = self.model
         groups = model.mamba_num_groups
         return int(model.mamba_state_dim * (groups // tensor if groups % tensor == 0 else groups))

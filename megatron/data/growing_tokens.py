@@ -1,7 +1,7 @@
 """GrowingTokens: documents of a text corpus that can be read while the corpus is being encoded.
 
 Units of the encoding job are available in order as soon as they are finished. When the job joins them, the token files
-replace the units; the documents and their numbers are the same.
+replace the units. The documents and their indices do not change.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Unit:
     """Consecutive documents that are encoded.
 
     Args:
-        first_document: number of the first document in the corpus.
+        first_document: index of the first document in the corpus.
         lengths: int32, tokens per document.
         read_tokens: (first token, count) -> tokens of the unit.
     """

@@ -4,11 +4,11 @@
 |---|---|---|
 | ``max_logits`` | maximum of ``q k^T * scale`` over the visible pairs | the product q k^T, in tiles of queries |
 | ``logit_bounds`` | the larger ``max |q| |k| * scale`` over causal pairs | the norms of q and k |
-| ``raise_maxima`` | raises a tensor to either of them | as above; a custom operator in compiled graphs |
+| ``raise_maxima`` | updates running maxima by either of them | as above; a custom operator in compiled graphs |
 
-Both ignore soft caps, biases such as ALiBi and sinks: they are no part of the product, and scaling q and k does not
-scale them. A head without a visible pair has the maximum -inf. Nothing is saved for backward, and the host does not
-wait for a device. Results of 16-bit inputs are in fp32.
+Both ignore soft caps, biases such as ALiBi, and sinks, because scaling q and k does not scale them. A head without a
+visible pair has the maximum -inf. Nothing is saved for backward, and the host does not wait for a device. Results of
+16-bit inputs are in fp32.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def raise_maxima(
     scale: float,
     first_head: int,
 ) -> None:
-    """Raise ``maxima`` to the maximum logits of the queries' heads, in place; nothing changes during a backward pass.
+    """Update the running ``maxima`` by the maximum logits of the queries' heads, in place; no-op in a backward pass.
 
     Shapes:
         maxima [n], of which the heads ``first_head`` ... ``first_head + a`` are those of ``query`` [b, a, s, d]
 
     Args:
         key, mask, starts, first, window, scale: as in ``max_logits``.
-        positions: positions of the queries [s]: raise to ``logit_bounds`` instead; None: to ``max_logits``.
+        positions: positions of the queries [s], to measure ``logit_bounds``; None: measure ``max_logits``.
     """
     function = _raise_in_graph if torch.compiler.is_compiling() else _raise
     function(maxima, query.detach(), key.detach(), mask, starts, positions, first, window, scale, first_head)
@@ -147,7 +147,7 @@ def max_logits(
 def logit_bounds(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, *, scale: float) -> torch.Tensor:
     """Return the maximum of ``|q| |k| * scale`` over the pairs of a query and a key at the same or an earlier position.
 
-    It is at least ``max_logits``. Documents and windows are ignored, so that it does not depend on their masks.
+    It is at least ``max_logits``. Documents and windows are ignored, so no mask is needed.
 
     Shapes:
         query  [b, a, s, d]
@@ -182,11 +182,11 @@ def _tiles(num_queries: int, device: torch.device) -> Iterator[slice]:
 def _key_range(
     tile: slice, num_keys: int, starts: torch.Tensor | None, mask: torch.Tensor | None, first: int, window: int
 ) -> slice:
-    """Return keys that include all keys which a query of ``tile`` sees; ``starts`` [s] are those of one sample."""
+    """Return a range that includes all keys that the queries of ``tile`` see; ``starts`` [s] belong to one sample."""
     if mask is not None:
         return slice(0, num_keys)
     start = max(0, first + tile.start - window) if window else 0
-    if starts is not None and starts.device.type == "cpu":  # a device would have to be waited for
+    if starts is not None and starts.device.type == "cpu":  # on other devices, the host would have to wait
         start = max(start, int(starts[tile].min()))
     return slice(start // ALIGNMENT * ALIGNMENT, first + tile.stop)
 

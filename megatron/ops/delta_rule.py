@@ -9,7 +9,7 @@ beta of the value that the state returns for the token's key, and reads the stat
 The decay exp(g_t) is a number per head (Gated DeltaNet) or per head and element of the key (Kimi Delta Attention).
 
 Within a chunk, let G be the cumulative sum of g, and S the state before the chunk. The values u_i that the tokens add
-to the state solve a triangular system, and the output and the next state are products with them:
+to the state are the solution of a triangular system. The output and the next state are computed from them:
 
     u_i + beta_i sum_{j<i} A_ij u_j = beta_i v_i - beta_i (k_i exp(G_i))^T S    A_ij = sum_d k_id k_jd exp(G_id - G_jd)
     o_i = (q_i exp(G_i))^T S + sum_{j<=i} P_ij u_j                              P_ij = sum_d q_id k_jd exp(G_id - G_jd)
@@ -17,10 +17,11 @@ to the state solve a triangular system, and the output and the next state are pr
 
 The right-hand side is affine in S, so the system is solved once for all chunks at the same time (U and W with
 u = U - W S), and only the products with S run chunk by chunk. The final state is affine in the initial state too:
-``transition @ initial + state from zero``. Ranks that have different tokens of a sequence exchange these two terms.
+``transition @ initial + state from zero``. Context-parallel ranks exchange these two terms.
 
-All exponents are at most 0: with a decay per element, A and P are computed for halves of blocks, relative to the decay
-at the middle of the block (``_decayed_products``). States, decays and the system are in fp32 for 16-bit inputs.
+All exponents are at most 0. With a decay per element, A and P are assembled from blocks whose exponents are relative to
+the decay in the middle of the block (``_decayed_products``). For 16-bit inputs, states, decays and the system are in
+fp32.
 
 Source: Yang et al. 2024, "Parallelizing linear transformers with the delta rule over sequence length"; Yang et al.
 2025, "Gated delta networks"; Kimi Team 2025, "Kimi Linear", section 3.
@@ -41,7 +42,7 @@ def gated_delta_rule(
     """Apply the gated delta rule to a sequence.
 
     Shapes:
-        query, key    [b, s, g, d_k], each shared by a/g neighbouring heads of values
+        query, key    [b, s, g, d_k]; each head is shared by a/g neighbouring value heads
         value         [b, s, a, d_v]
         log_decay     [b, s, a], or [b, s, a, d_k] for a decay per element of the key; at most 0
         beta          [b, s, a]
@@ -102,7 +103,7 @@ class ChunkedDeltaRule:
         state = self._zeros(self._value_size) if initial_state is None else initial_state.to(self._values.dtype)
         outputs = []
         for values, reads, writes, decay, query, products in zip(
-            # slices by ``unbind``, whose backward is one concatenation; indexing would add a full tensor per chunk
+            # ``unbind`` has one concatenation as its backward; indexing would add up full tensors, one per chunk
             *(x.unbind(0) for x in self._scan_inputs()),
             self._decayed_query.unbind(0),
             self._query_products.unbind(0),
@@ -117,7 +118,7 @@ class ChunkedDeltaRule:
     def transition_and_state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the transition [b, a, d_k, d_k] and the final state for an initial state of zeros.
 
-        The transition is the final state for the unit matrix as initial state and values of zero.
+        The transition is the final state if the initial state is the identity matrix and all values are zero.
         """
         key_size = self._reads.shape[-1]
         unit = torch.eye(key_size, dtype=self._values.dtype, device=self._values.device)
@@ -160,25 +161,25 @@ class _DocumentMasks:
         self._is_old = ~is_same_document[..., -1, :].unsqueeze(-1)  # [n, b, 1, C, 1]
 
     def without_new_documents(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` [n, b, a, C, d] with zeros for tokens whose document does not start before the chunk."""
+        """Return ``x`` [n, b, a, C, d] with zeros for tokens of documents that start in the chunk."""
         return x if self._is_new is None else x.masked_fill(self._is_new, 0.0)
 
     def without_old_documents(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``x`` [n, b, a, C, d] with zeros for tokens whose document ends before the chunk's last token."""
+        """Return ``x`` [n, b, a, C, d] with zeros for tokens of documents that end before the chunk's last token."""
         return x if self._is_old is None else x.masked_fill(self._is_old, 0.0)
 
 
 def _split_into_chunks(x: torch.Tensor, num_heads: int, size: int) -> torch.Tensor:
-    """Return ``x`` [b, s, g, d] as contiguous chunks [n, b, a, size, d], after zeros that complete the last chunk."""
+    """Return ``x`` [b, s, g, d], padded with zeros to full chunks, as contiguous chunks [n, b, a, size, d]."""
     x = F.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % size)).unflatten(1, (-1, size)).permute(1, 0, 3, 2, 4)
     num_repeats = num_heads // x.shape[2]
     return (x.repeat_interleave(num_repeats, dim=2) if num_repeats > 1 else x).contiguous()
 
 
 def _sums_after(x: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the later tokens of ``x`` [..., C, d] for each token.
+    """Return, for each token, the sum of ``x`` [..., C, d] over the later tokens of the chunk.
 
-    A difference of two sums would have the rounding of decays of other documents.
+    A difference of two cumulative sums would include the rounding errors of other documents' decays.
     """
     return F.pad(x[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
 

@@ -1,4 +1,4 @@
-"""The gated delta rule by the Triton kernels of fla-core, an optional package, on CUDA."""
+"""The gated delta rule with the Triton kernels of fla-core, an optional package for CUDA."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def fla_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Apply the gated delta rule to a sequence; the final state is None if there are documents.
 
-    The kernels receive documents as the bounds of packed sequences, whose number must be known to the host.
+    The kernels take documents as the bounds of packed sequences. The host waits for the device to count the bounds.
 
-    Shapes and arguments: as in ``megatron.ops.delta_rule.gated_delta_rule``. All documents start within the sequence,
-    and ``initial_state`` is None if there are several.
+    Shapes and arguments: as in ``megatron.ops.delta_rule.gated_delta_rule``. All documents must start within
+    the sequence, and ``initial_state`` must be None if there are several.
     """
     batch, length, num_heads = value.shape[:3]
     num_repeats = num_heads // key.shape[2]
@@ -53,7 +53,7 @@ def fla_delta_rule(
 
 
 def _kernel(has_decay_per_element: bool) -> Callable[..., Any]:
-    """Return the function of fla-core, imported on first use because it takes seconds."""
+    """Return the function of fla-core. It is imported on first use, because the import takes seconds."""
     module, name = ("kda", "chunk_kda") if has_decay_per_element else ("gated_delta_rule", "chunk_gated_delta_rule")
     function: Callable[..., Any] = getattr(importlib.import_module(f"fla.ops.{module}"), name)
     return function

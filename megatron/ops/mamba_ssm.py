@@ -1,7 +1,7 @@
 """The chunked scan of the package ``mamba-ssm``, an optional CUDA implementation of the recurrence of Mamba-2.
 
-Written from the documented interface of ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``; it has not run
-on a GPU here.
+The adapter follows the documented interface of ``mamba_ssm.ops.triton.ssd_combined.mamba_chunk_scan_combined``. It has
+not been run on a GPU yet.
 
 | argument | shape | ours |
 |---|---|---|
@@ -56,7 +56,7 @@ def scan(
 
 
 def document_indices(starts: torch.Tensor) -> torch.Tensor:
-    """Return the index of each token's document in its row, int32 [b, s]; 0: it started before the first token."""
+    """Return each token's document, counted from 1 in its row, int32 [b, s]; 0: it started before the first token."""
     positions = torch.arange(starts.shape[1], device=starts.device)
     return (starts == positions).cumsum(1, dtype=torch.int32)
 

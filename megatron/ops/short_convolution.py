@@ -18,7 +18,7 @@ def short_convolution(
         x      [b, s, c]
         weight [c, k], bias [c]
         starts int32 [b, s], the index in ``x`` of the first token of each token's document, negative if the document
-               starts before ``x``; None: one document, which starts before ``x`` if there are tokens on the left
+               starts before ``x``; None: one document, which includes the tokens in ``left``
         left   [b, k - 1, c], the tokens before ``x``; None: zeros
         output [b, s, c]
     """

@@ -83,9 +83,9 @@ class ChunkedStateSpace:
         return output[:, : self._length].to(self._dtype), state.flatten(1, 2)
 
     def transition_and_state(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the factor of the initial state in the last one, [b, a], and the last state for zeros, [b, a, d, n].
+        """Return the decay from the initial to the last state, [b, a], and the last state from zero, [b, a, d, n].
 
-        The factor is 0 in rows in which a document starts.
+        The decay is 0 in rows in which a document starts.
         """
         return self._log_transition.exp(), self._states(None)[-1].flatten(1, 2)
 
@@ -108,8 +108,8 @@ def _split_chunks(x: torch.Tensor, chunk_size: int) -> torch.Tensor:
 def sums_between(steps: torch.Tensor) -> torch.Tensor:
     """Return the sum of ``steps`` j + 1 ... i as element (i, j); 0 for j >= i.
 
-    The sums are accumulated from j on. A difference of two sums from the start of the chunk would lose digits, above
-    all in backward.
+    The sums are accumulated from j on. A difference of two sums from the start of the chunk would lose digits,
+    especially in backward.
 
     Shapes:
         steps [..., l], output [..., l, l]

@@ -30,7 +30,7 @@ from megatron.optim.zero.partition import ParamPartition, partition_of
 # the replicas share the work as well.
 #
 # Experts that are distributed over expert-parallel ranks have fewer replicas: the ranks of the expert-data group. They
-# have a grid of their own, tensor ranks x expert-data ranks, so that each expert has one owner among its replicas.
+# have a separate grid, tensor ranks x expert-data ranks, so that each expert has one owner among its replicas.
 #
 # Source: Liu et al. 2025, "Muon is scalable for LLM training", section 2.3 and algorithm 1, in which every replica
 # computes all matrices of which it has a slice; Ahn et al. 2025, "Dion", for owners on a grid.

@@ -7,8 +7,8 @@ For the orthogonalized update O of a matrix [m, n], both in the dtype of main pa
 | adamuon | v <- b2 v + (1 - b2) O^2, one per element | O / (sqrt(v) + eps) |
 | normuon | v <- b2 v + (1 - b2) mean(O^2), one per neuron | O / sqrt(max(v, eps)), rescaled to the norm of O |
 
-NorMuon's neurons are the rows of a matrix with m >= n, and otherwise the columns. Its norm is the Frobenius norm of the
-full matrix. Both methods follow ``emerging_optimizers.AdaptiveMuon`` 0.3, Megatron's implementation: there is no bias
+NorMuon's neurons are the rows of a matrix with m >= n, and otherwise the columns. It restores the Frobenius norm of the
+full update. Both methods follow ``emerging_optimizers.AdaptiveMuon`` 0.3, Megatron's implementation: there is no bias
 correction, and the learning-rate scale of Muon is applied afterwards.
 
 Source: Si et al. 2025, "AdaMuon"; Li et al. 2025, "NorMuon: making Muon more efficient and scalable".

@@ -36,7 +36,7 @@ from tds.param_info import Matrices
 # | original | sqrt(max(1, m / n)) | Jordan; Megatron's shape_scaling |
 # | unit_rms_norm | sqrt(m / n) | Megatron |
 #
-# With adamuon the RMS of O is already about 1, so that match_rms_adamw is 0.2 there.
+# With adamuon, the RMS of O is already about 1, so match_rms_adamw scales by 0.2.
 #
 # Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks"; Liu et al. 2025, "Muon is
 # scalable for LLM training", section 2.2.
@@ -86,7 +86,7 @@ class MuonArgs:
 
 @dataclass(frozen=True)
 class MuonWeight:
-    """A weight that this rank holds a slice of: its partition over ranks, and its matrices.
+    """Partition over ranks, and matrices, of a weight of which this rank has a slice.
 
     Args:
         is_expert: the weight is replicated over the expert-data group only, not over all replicas.
@@ -137,7 +137,7 @@ class Muon(torch.optim.Optimizer):
         weights: descriptions of the Muon groups' main params, in order; the same on all ranks of ``tensor`` and
             ``data``.
         tensor, data: groups of ranks that hold slices or copies of a weight. The work is distributed over both.
-        expert_data: replaces ``data`` for weights with ``is_expert``, whose momentum has one owner in this group.
+        expert_data: replaces ``data`` for weights with ``is_expert``, whose matrices have one owner in this group.
         device: device on which matrices are orthogonalized; main params may be on a CPU.
 
     Source: Jordan et al. 2024; Liu et al. 2025.

@@ -2,15 +2,16 @@
 
 A state is divided into blocks of 256 consecutive elements. Each element is a code of 8 bits, an index into a map of 256
 values from -1 (or 0, for squares) to 1, and each block has a scale in fp32: 1.016 bytes per element. The values of the
-map are dense near 0, as floating-point numbers with a dynamic exponent.
+map are dense near 0, like floating-point numbers.
 
 The scale is the element of the block with the largest absolute value, with its sign. torchao takes the absolute value,
 but its signed map contains 1 and not -1, so that a negative largest element would be reduced by 0.7 %. With the signed
 scale that element is exact, and quantizing dequantized values changes nothing. Checkpoints therefore contain the values
 in fp32: they load into every layout and every dtype of states, and a resumed run in the same layout has the same bits.
 
-Blocks are divided from the start of this rank's main param. If the rows of a weight and of its shards are multiples of
-256, every layout has the same blocks, and ZeRO the same bits. Otherwise the rounding depends on the layout.
+Blocks start at the first element of this rank's main param. If the row lengths of a weight and of its shards are
+multiples of 256, all layouts have the same blocks, and results with ZeRO are bitwise equal. Otherwise the rounding
+depends on the layout.
 
 Main params with fewer than 4,096 elements, or a number that is not a multiple of 256, have states in their own dtype,
 as in torchao.

@@ -1,4 +1,4 @@
-"""Which step of a run reads which samples, on which ranks: sample_history.jsonl in the run folder, and its use.
+"""The samples that each step of a run reads, and the ranks that process them: sample_history.jsonl in the run folder.
 
 Each start and each rollback appends a line with its first step, its position in the samples, its batch sizes and its
 layout. Everything else follows from the order of the samples.

@@ -1,4 +1,4 @@
-"""--zero-stage and offload: what is refused, and what is told."""
+"""--zero-stage and offload: rejected combinations, and notes."""
 
 from __future__ import annotations
 

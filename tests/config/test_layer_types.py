@@ -148,20 +148,20 @@ def test_sizes_follow_from_others() -> None:
             "--checkpoint-format deepspeed",
             [
                 "--linear-num-value-heads must be a multiple of --linear-num-key-heads, got 32 and 3",
-                "--mtp-num-layers 1 needs a last layer with attention and a feed-forward half",
+                "--mtp-num-layers 1 needs attention and a feed-forward half in the last layer",
                 "--compile supports attention layers only, got --experimental-attention-variant",
                 "--checkpoint-format deepspeed does not support --experimental-attention-variant",
             ],
         ),
         (
             "--experimental-attention-variant kimi_delta --linear-value-head-dim 8",
-            ["kimi_delta has a value head of the same size for each key head, got --linear-num-key-heads 16"],
+            ["kimi_delta needs equal numbers and sizes of key heads and value heads, got --linear-num-key-heads 16"],
         ),
         (
             "--hybrid-layer-pattern MX",
             ["--hybrid-layer-pattern must consist of the letters M G * + - E, and | between virtual pipeline stages"],
         ),
-        ("--hybrid-layer-pattern M-/MM", ["does not support the layers of multi-token prediction after /"]),
+        ("--hybrid-layer-pattern M-/MM", ["does not support multi-token prediction layers after /"]),
         (
             "--hybrid-layer-pattern M*- --num-experts 4 --moe-layer-freq 2 --linear-attention-freq 2 "
             "--multi-latent-attention --parallel-residual shared-norm",
@@ -169,7 +169,7 @@ def test_sizes_follow_from_others() -> None:
                 "--linear-attention-freq 2 cannot be combined with --hybrid-layer-pattern",
                 "--moe-layer-freq cannot be combined with --hybrid-layer-pattern",
                 "--num-experts 4 has no effect without the letter E",
-                "--multi-latent-attention is the letter + of --hybrid-layer-pattern",
+                "--multi-latent-attention needs + in --hybrid-layer-pattern",
                 "--parallel-residual shared-norm needs a mixer and a feed-forward half in each layer",
             ],
         ),
@@ -183,7 +183,7 @@ def test_sizes_follow_from_others() -> None:
         ),
         (
             "--hybrid-layer-pattern G --experimental-attention-variant parallel_mamba2",
-            ["the letter G of --hybrid-layer-pattern is a layer without attention"],
+            ["the letter G of --hybrid-layer-pattern selects a layer without attention"],
         ),
         (
             "--experimental-attention-variant mamba2 --mamba-num-heads 9 --mamba-dt-limit-min 2 --mamba-dt-limit-max 1",

@@ -25,7 +25,7 @@ def parse_line(words: str) -> Config:
         ("--qk-clip --clip-qkv 8", "--qk-clip does not support --clip-qkv 8: scaled weights do not scale clamped"),
         (
             "--qk-clip --hybrid-layer-pattern M-M- --mamba-num-groups 1",
-            "--qk-clip needs softmax attention, got no layer with it",
+            "--qk-clip needs softmax attention, which no layer has",
         ),
         (
             "--log-max-attention-logit --hybrid-layer-pattern M-M- --mamba-num-groups 1",

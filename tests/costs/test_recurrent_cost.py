@@ -93,7 +93,7 @@ def test_every_mixer_has_costs_and_the_chunk_size_of_its_operator() -> None:
 
 
 def test_flops_match_count_by_hand() -> None:
-    """As Megatron-LM: 8 a d_k d_v per token for the delta rule, 7 a d n for Mamba-2, and no scores."""
+    """As in Megatron-LM: 8 a d_k d_v per token for the delta rule, 7 a d n for Mamba-2, and no scores."""
     h, head = 12, 24 * 12
     costs = DecoderCosts(model_config(**MODELS["gated delta net"], num_layers=1), 1000)
     weights = costs.layer_parameters() + costs.norm_parameters + head
@@ -174,7 +174,7 @@ def test_layer_traffic_matches_planner(name: str) -> None:
 
 
 def test_pipeline_stages_are_balanced_by_layer_type() -> None:
-    """A feed-forward half costs less than a recurrent mixer, so a stage has more of them."""
+    """A feed-forward half costs less than a recurrent mixer, so a stage of such halves has more layers."""
     costs = DecoderCosts(model_config(num_layers=8, hybrid_layer_pattern="MMM-----", **MAMBA), 64)
     mamba, *_, mlp = costs.unit_costs[1:9]
     assert mamba == 1.0 and mlp < 0.1

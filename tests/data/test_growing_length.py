@@ -1,4 +1,4 @@
-"""Samples that are cut into shorter ones: every token is a label once, in the order of the whole samples."""
+"""Samples that are split into shorter ones: every token is a label once, in the order of the full samples."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEDULE = SeqLengths(FULL_LENGTH, ((0, 3), (4 * FULL_LENGTH, 6), (9 * FULL_LENG
 
 
 class ConsecutiveSamples:
-    """Windows over the numbers 0, 1, 2, ...: sample i is L i ... L i + L, as they lie end to end."""
+    """Consecutive windows over the tokens 0, 1, 2, ...: sample i has the tokens L i ... L i + L."""
 
     def __init__(self, *extra_keys: str) -> None:
         self.extra_keys = extra_keys
@@ -60,7 +60,7 @@ def test_split_windows_share_boundary_token(length: int) -> None:
 def test_every_token_is_label_once_for_any_schedule(
     starts: list[int], lengths: set[int], replicas: int, micro: int, consumed: int
 ) -> None:
-    """Labels are the tokens 1, 2, 3, ... in their order; a slice has the length that its step begins with."""
+    """Labels are the tokens 1, 2, 3, ... in order; the length of a slice is that of the start of its step."""
     increasing_lengths = [*sorted(lengths)[: len(starts)], FULL_LENGTH]
     schedule = SeqLengths(FULL_LENGTH, tuple(zip([0, *sorted(starts)], increasing_lengths, strict=False)))
     batch_sizes = BatchSizes.ramp(8, 4, 4, 24)
@@ -81,7 +81,7 @@ def test_every_token_is_label_once_for_any_schedule(
         assert {micro_batch.shape for micro_batch in micro_batches} == {(micro * FULL_LENGTH // length, length + 1)}
         labels += [micro_batch[:, 1:].flatten() for micro_batch in micro_batches]
         assert all(torch.equal(micro_batch[:, :-1] + 1, micro_batch[:, 1:]) for micro_batch in micro_batches), (
-            "inputs are their neighbours"
+            "each input precedes its label"
         )
         num_samples += batch_sizes.at(num_samples)
     assert torch.equal(torch.cat(labels), torch.arange(4 * consumed * FULL_LENGTH, num_samples * FULL_LENGTH) + 1)
@@ -101,7 +101,7 @@ def test_prefetching_matches_direct_loading_through_length_changes() -> None:
 
 
 def test_full_length_samples_are_unchanged() -> None:
-    """Also of a data set whose samples are of another form, which could not be cut."""
+    """Also for a data set whose samples have another form and could not be split."""
 
     class WeightedSamples(ConsecutiveSamples):
         def __getitem__(self, index: int) -> Any:

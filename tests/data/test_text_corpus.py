@@ -47,7 +47,7 @@ def corpus_path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def encoded_here(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer) -> Iterator[list[str]]:
-    """Encode in this process instead of another one; the list has the corpora that were encoded."""
+    """Encode in this process instead of another one; return the list of encoded corpora."""
     encoded: list[str] = []
 
     def start(self: TextCorpus, lock_descriptor: int) -> None:
@@ -153,7 +153,7 @@ def test_finished_units_of_a_killed_encoder_are_reused(
 def _stop_before_joining(
     monkeypatch: pytest.MonkeyPatch, corpus: TextCorpus, tokenizer: Tokenizer, **overrides: Any
 ) -> None:
-    """Leave the state of an encoder that was killed when all units were finished."""
+    """Create the state that an encoder leaves if it is killed after all units are finished."""
     with monkeypatch.context() as patch:
 
         def kill(*_: Any) -> None:

@@ -26,7 +26,7 @@ STARTS = make_starts(LENGTH, [[0, 3, 64, 100], [0, 65]])
 
 
 def make_inputs(has_decay_per_element: bool, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Return query, key, value, log decay and beta that ``dtype`` can hold; keys have norm 1."""
+    """Return query, key, value, log decay and beta, rounded to ``dtype``; keys have norm 1."""
     heads = (BATCH, LENGTH, NUM_HEADS)
     query, key, value = (random_values(idx, *heads, HEAD_SIZE) for idx in range(3))
     log_decay = -F.softplus(random_values(3, *heads, HEAD_SIZE) if has_decay_per_element else random_values(3, *heads))
@@ -78,7 +78,7 @@ def test_short_convolution_matches_loop(dtype: torch.dtype, torch_device: torch.
     shapes = [(BATCH, 20, 8), (BATCH, 3, 8), (8, 4), (8,)]
     x, left, weight, bias = (random_values(idx, *shape, dtype=dtype) for idx, shape in enumerate(shapes))
     starts = make_starts(20, [[0, 2, 3], [0, 11]])
-    starts[1, :11] = -2  # the first document starts on the left
+    starts[1, :11] = -2  # the first document starts before ``x``
 
     def convolve(x: torch.Tensor, left: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         return short_convolution(x, weight, bias, starts=starts.to(x.device), left=left)

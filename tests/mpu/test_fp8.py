@@ -65,7 +65,7 @@ def test_rows_are_scaled_to_448() -> None:
 
 
 def test_values_above_the_maximum_are_clamped() -> None:
-    """A larger value than the maximum is 448, with every version of torch."""
+    """Values above the maximum become 448 with every version of torch."""
     x = random(5, 37, seed=11)
     assert torch.equal(quantize_rows(x, row_maxima(x) / 2).float().abs().amax(1), torch.full((5,), 448.0))
 

@@ -1,4 +1,4 @@
-"""The short convolution equals a sum over taps in fp64, also at document starts and after tokens on the left."""
+"""The short convolution equals a sum over taps in fp64, at document starts too, and with tokens before the sequence."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_packed_documents_match_separate_documents() -> None:
 
 
 def test_strong_decays_leave_no_nan() -> None:
-    """exp(-log_decay), and 0 times infinity in backward, would appear with decays that underflow."""
+    """If decays underflow, exp(-log_decay) would overflow, and backward would multiply 0 by infinity."""
     inputs = make_inputs(3 * CHUNK)
     inputs[1].mul_(1e4)
     starts = torch.zeros(2, 3 * CHUNK, dtype=torch.int32)
@@ -102,7 +102,7 @@ def test_strong_decays_leave_no_nan() -> None:
 
 
 def test_decays_after_a_strong_decay_keep_their_digits() -> None:
-    """A difference of two sums from the start of the chunk would have the rounding of the sums."""
+    """A difference of two sums from the start of the chunk would have the rounding errors of both."""
     steps = torch.full((8,), -0.01, dtype=torch.float32)
     steps[1] = -1e4
     sums = sums_between(steps)
@@ -110,7 +110,7 @@ def test_decays_after_a_strong_decay_keep_their_digits() -> None:
 
 
 def test_continuing_from_a_state_matches_one_pass() -> None:
-    """The form that generation uses: a prompt, then single tokens."""
+    """As in generation: a prompt, then single tokens."""
     inputs = make_inputs(CHUNK + 3)[:4]
     output, state = scan_in_chunks(*(x[:, :CHUNK] for x in inputs))
     outputs = [output]

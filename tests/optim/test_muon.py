@@ -1,4 +1,4 @@
-"""Muon on one process: torch's own optimizer to the bit, which weights it moves, how owners share the work."""
+"""Muon on one process: bitwise equality with torch's optimizer, the weights that it updates, and the owners' work."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def grouped_model() -> DecoderModel:
 
 
 def matrix_rows(name: str, model_args: Any, args: MuonArgs) -> list[list[int]]:
-    """Return the rows of each matrix that the weight ``name`` holds, by the layout that attention's docstring has."""
+    """Return the rows of each matrix in the weight ``name``, by the layout in attention's docstring."""
     d, groups = model_args.kv_hidden_size, model_args.num_query_groups
     heads_per_group = model_args.num_attention_heads // groups
     if name.endswith("query_key_value.weight"):
@@ -53,7 +53,7 @@ def matrix_rows(name: str, model_args: Any, args: MuonArgs) -> list[list[int]]:
 
 
 def torch_muon_settings(args: MuonArgs) -> dict[str, Any]:
-    """Return what ``torch.optim.Muon`` takes for the same update."""
+    """Return the arguments of ``torch.optim.Muon`` for the same update."""
     adjust_mode = "original" if args.scale_mode == "original" else "match_rms_adamw"
     settings = {"momentum": args.momentum, "nesterov": args.nesterov, "ns_steps": args.num_ns_steps}
     return {"lr": LR, "weight_decay": DECAY, "adjust_lr_fn": adjust_mode, **settings}
@@ -62,7 +62,7 @@ def torch_muon_settings(args: MuonArgs) -> dict[str, Any]:
 @pytest.mark.parametrize("args", MODES, ids=["", "original", "heads", "as one", "spectral"])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float64, marks=pytest.mark.slow)], ids=str)
 def test_steps_match_torch_muon_bitwise(args: MuonArgs, dtype: torch.dtype) -> None:
-    """The reference holds query, key, value, gate and up as parameters of their own."""
+    """The reference has query, key, value, gate and up as separate parameters."""
     model_args = small_model_args(**GROUPED)
     model = grouped_model().to(dtype)
     optimizer = build_optimizer(model.parameters(), name="muon", lr=LR, weight_decay=DECAY, dtype=dtype, muon=args)
@@ -105,7 +105,7 @@ EXPECTED_SCALES = {
     "original": (2.0, 1.0),
     "unit_rms_norm": (2.0, 0.5),
 }
-"""By mode: of a matrix [8, 2], and of one [2, 8]."""
+"""Mode -> scale of a matrix [8, 2], and of a matrix [2, 8]."""
 
 
 @pytest.mark.parametrize("mode", EXPECTED_SCALES)
@@ -128,7 +128,7 @@ def test_update_scale_follows_mode_formula(mode: str, extra: float) -> None:
 
 
 def test_zero_rate_group_stays_fixed_and_others_move() -> None:
-    """Next to each other in one run of weights, which is skipped only where no weight of it has a rate."""
+    """All weights are in one exchange batch, which is skipped only if all its learning rates are 0."""
     weights = [set_matrices(nn.Parameter(random_tensor(seed, 4, 6).float())) for seed in range(3)]
     rates = {weights[0]: ParamRate("still", 0.0, 0.0)}
     optimizer = build_optimizer(weights, name="muon", lr=LR, weight_decay=DECAY, rates=rates)
@@ -198,7 +198,7 @@ def test_exchange_batches_are_limited_in_size() -> None:
     partitions = [MatrixPartition((4, 4), None, None)] * 5
     assert list(exchange_batches(partitions, 2, 16)) == [range(2), range(2, 4), range(4, 5)]
     assert list(exchange_batches(partitions, 1, 1)) == [range(n, n + 1) for n in range(5)], (
-        "one that is too large goes alone"
+        "a matrix that is too large has its own batch"
     )
     assert list(exchange_batches([], 2)) == []
 
@@ -215,7 +215,7 @@ def test_making_state_moves_no_weight() -> None:
 
 
 def test_state_dict_resumes_bitwise() -> None:
-    """What checkpoints in DeepSpeed's layout hold."""
+    """Checkpoints in DeepSpeed's format store this state dict."""
 
     def run_step(optimizer: Any, model: DecoderModel, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -106,7 +106,7 @@ def count_owned(rank: int, stage: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_each_expert_matrix_has_one_owner(stage: int) -> None:
-    """Dense matrices have one owner among four replicas, those of each of two experts one among its two."""
+    """A dense matrix has one owner among four replicas, an expert's matrix one among the expert's two replicas."""
     shapes_by_rank = run_ranks(4, count_owned, stage)
     dense, experts = [(32, 16), (16, 16), (16, 32)], [(32, 24), (24, 16)]
     expected = STEPS * (dense + 2 * experts)

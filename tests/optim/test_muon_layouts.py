@@ -1,4 +1,4 @@
-"""Muon in every layout: the weights of one process, one owner for each matrix, and state that goes anywhere."""
+"""Muon in every layout: the weights of one process, one owner for each matrix, and states that load into any layout."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def slow_but(quick: set[tuple[int, ...]]) -> list[Any]:
 def test_every_layout_matches_single_process_weights(
     tensor: int, pipe: int, data: int, stage: int, context: int
 ) -> None:
-    """The scale mode depends on rows and columns, and gives rows of queries another scale than those of keys.
+    """The scale depends on the shape of a matrix, so queries and keys have different scales.
 
-    With query groups two of four tensor ranks would share keys: 4 x 1 has a head of keys for each query.
+    On four tensor ranks, two ranks would share each of the two query groups, so that layout has no query groups.
     """
     extra = f"{FP64} {GROUPED if tensor < 4 else '--activation gated-silu'} --muon-scale-mode unit_rms_norm"
     steps = 3 if (tensor, pipe, data, stage, context) in QUICK_LAYOUTS else 20
@@ -81,7 +81,7 @@ def test_main_param_placement_does_not_change_update(extra: str) -> None:
 
 
 def record_shapes(rank: int, argv: list[str], world_size: int) -> list[tuple[int, ...]]:
-    """Return the shapes of the matrices that this rank makes orthogonal in one step."""
+    """Return the shapes of the matrices that this rank orthogonalizes in one step."""
     shapes: list[tuple[int, ...]] = []
     newton_schulz = muon.newton_schulz
 
@@ -113,7 +113,7 @@ def test_each_matrix_has_one_owner(tensor: int, data: int, stage: int) -> None:
 
 
 def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the newest checkpoint there, whole."""
+    """Return the full tensors of the newest checkpoint in ``folder``."""
     checkpoint = open_latest(folder / CHECKPOINTS, SINGLE)
     names = [name for name in checkpoint.names() if not name.startswith("rng/")]
     return {name: checkpoint.read(name, Shard(checkpoint.shape(name))) for name in names}
@@ -185,7 +185,7 @@ def test_state_loads_into_other_layouts(saved: Any, loaded: Any, tmp_path: Path)
 
 
 def load_other_optimizer_state(rank: int, folder: Path) -> tuple[str, int]:
-    """Return what a start with another optimizer's state says, and the steps of one that leaves it."""
+    """Return the error of a start with another optimizer's state, and the steps of a start with --no-load-optim."""
     save_and_continue(rank, "gpt2", 1, 1, "--fp32 --optimizer adamw", folder)
     with pytest.raises(CheckpointError) as excinfo:
         load_and_continue(rank, "gpt2", 1, 1, f"--fp32 {MUON}", folder)

@@ -1,4 +1,4 @@
-"""Newton-Schulz steps: bit for bit those of torch and of emerging-optimizers, and their coefficients."""
+"""Newton-Schulz steps: bitwise equal to torch's and emerging-optimizers', and their coefficients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPES = [(24, 8), (8, 24), (8, 8)]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("steps", [2, 5])
 def test_bf16_steps_equal_torch_muon_update(shape: tuple[int, int], steps: int) -> None:
-    """A first step of torch without momentum, decay and scale is minus the orthogonalized gradient."""
+    """Without momentum, decay and scale, torch's first step subtracts the orthogonalized gradient."""
     gradient = torch.randn(shape, dtype=torch.float64)
     weight = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))
     weight.grad = gradient.clone()

@@ -1,6 +1,6 @@
-"""--fp8-format in every layout: one process.
+"""--fp8-format in every layout, compared with one process.
 
-With --fp64, everything that is not in FP8 is exact to 1e-16, and the products of quantized factors are accumulated in
+With --fp64, everything that is not in FP8 is exact to 1e-16, and the products of quantized operands are accumulated in
 fp64. An element that is quantized differently in two layouts would change the loss by far more than the bounds.
 """
 

@@ -71,7 +71,7 @@ def test_every_schedule_equals_single_process(schedule: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_several_chunks_of_the_recurrence_equal_single_process(variant: str) -> None:
-    """160 tokens are three chunks, and 40 tokens of a context rank less than one."""
+    """160 tokens are three chunks of the recurrence; the 40 tokens of a context rank's chunk are less than one."""
     extra = f"{EXTRA} --seq-length 160 --max-position-embeddings 160"
     check_grid(variant, Grid(tensor=2, context=2), SEQUENCE_PARALLEL, extra)
 

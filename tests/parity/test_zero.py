@@ -1,4 +1,4 @@
-"""A tiny GPT-2 under ZeRO 1 is the one under ZeRO 0, to the bit in every step (row E07)."""
+"""A tiny GPT-2 under ZeRO 1 is bitwise equal to one under ZeRO 0 in every step (row E07)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.layouts import split_global_batch, trace_layout
 
 
 def slice_within(inner: Shard, outer: Shard, tensor: torch.Tensor) -> torch.Tensor:
-    """Return what lies in ``tensor``, the part ``outer``, where ``inner`` lies."""
+    """Slice the shard ``inner`` from ``tensor``, the shard ``outer`` of the same weight."""
     dim = inner.partition_dim
     assert dim is not None
     outer_start = outer.start if outer.partition_dim == dim else 0
@@ -19,7 +19,7 @@ def slice_within(inner: Shard, outer: Shard, tensor: torch.Tensor) -> torch.Tens
 
 
 def assert_same_bits(plain: list[Trace], sharded: list[Trace]) -> None:
-    """Losses, norms and weights are equal; each rank holds a part of its weights only."""
+    """Check that losses, norms and weights are equal, and that each rank stores only a shard of its weights."""
     for plain_trace, sharded_trace in zip(plain, sharded, strict=True):
         assert plain_trace.losses == sharded_trace.losses
         assert plain_trace.grad_norms == sharded_trace.grad_norms

@@ -1,4 +1,4 @@
-"""GPT-2 and T5 under ZeRO 2 and 3, and with offload: ZeRO 0 to the bit, or one process to rounding (rows E07, E09)."""
+"""GPT-2 and T5 with ZeRO 2, 3 and offload: bitwise as ZeRO 0, or as one process to rounding (rows E07, E09)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ FULL_OFFLOAD = "--zero-stage 3 --offload-optimizer --offload-parameters"
 STAGES = ("--zero-stage 2", "--zero-stage 3", FULL_OFFLOAD)
 STEPS = 20
 NORM_RTOL = 1e-6
-"""Relative difference of two norms in fp32 whose squares are added up in other orders; 4.4e-7 was seen in a run."""
+"""Bound for the relative difference of two fp32 norms that are summed in different orders; 4.4e-7 was measured."""
 
 
 def shard_or_none(inner: Shard, outer: Shard) -> Shard | None:
-    """Return ``inner``, or None where it is all of ``outer``."""
+    """Return ``inner``, or None if it equals ``outer``."""
     return None if inner == outer else inner
 
 
 def assert_same_bits(plain: list[Trace], sharded: list[Trace]) -> None:
-    """Losses, gradients and weights are equal; norms to the rounding of a sum in another order."""
+    """Check that losses, gradients and weights are equal, and norms up to the order of summation."""
     for plain_trace, sharded_trace in zip(plain, sharded, strict=True):
         assert plain_trace.losses == sharded_trace.losses and plain_trace.eval_losses == sharded_trace.eval_losses
         assert all(
@@ -91,9 +91,9 @@ def test_optimizer_offload_in_bf16_pipeline_is_bitwise_equal() -> None:
 )
 @pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2), (1, 1, 4)], ids=str)
 def test_prefetched_weights_are_bitwise_equal(layout: tuple[int, int, int], extra: str) -> None:
-    """In steps of several micro-batches; the small sibling is in tests/optim/zero/test_prefetch.py."""
+    """With several micro-batches per step; tests/optim/zero/test_prefetch.py has a faster test."""
     if "sequence" in extra and layout[0] == 1:
-        pytest.skip("nothing is cut over one tensor rank")
+        pytest.skip("nothing is sharded over one tensor rank")
     micro_batch_size, gas = split_global_batch(layout[2], 2)
     assert gas > 1
     lines = (f"{extra} --zero-stage 3{prefetch_flag}" for prefetch_flag in (" --stage3-prefetch-bucket-size 0", ""))

@@ -76,7 +76,7 @@ def test_newton_schulz_time_is_shared_by_owners() -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_muon_update_is_sharded_with_zero(stage: int) -> None:
-    """Each replica updates its part: what AdamW and Muon read and write, and the state that Muon does not have."""
+    """Each replica reads and writes its shard in the update; matrices lack the second moment of AdamW."""
     planner = Planner(CONFIG, MACHINE)
     messages, state, num_params, num_matrix_params = (
         CommunicationModel(planner.costs, MACHINE),

@@ -1,4 +1,4 @@
-"""What each rank holds under ZeRO and offload, in counted tensors, is what the formulas of the start table say."""
+"""The counted bytes of each rank under ZeRO and offload equal the formulas of the start table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BASE_FLAGS = (
     "--num-layers 3 --hidden-size 64 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --batch-size "
     f"1 --gas 1 --vocab-size {VOCAB_SIZE} --hidden-bias --data-path none --device cpu"
 )
-"""Sizes whose parts are whole vectors of 16 numbers on 2 replicas, so that formulas hold to the byte."""
+"""Sizes whose shards are full vectors of 16 elements on 2 replicas, so that the formulas hold to the byte."""
 OFFLOAD_BOTH = "--offload-optimizer --offload-parameters"
 NO_PREFETCH = "--stage3-prefetch-bucket-size 0"
 CASES = [
@@ -53,7 +53,7 @@ CASES += [
 
 
 def count_new_bytes(tensors: Any, seen: set[int]) -> int:
-    """Return the bytes of memory behind ``tensors`` that is not ``seen`` yet."""
+    """Return the bytes of the storages of ``tensors`` that are not in ``seen``, and add them to it."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     new_storages = {address: num_bytes for address, num_bytes in storages.items() if address not in seen and num_bytes}
     seen |= set(new_storages)
@@ -61,7 +61,7 @@ def count_new_bytes(tensors: Any, seen: set[int]) -> int:
 
 
 def count_cases(rank: int, cases: list[str]) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """Return for each case the bytes counted after a backward and an update, and those of the formulas."""
+    """Return, for each case, the bytes counted after a backward and an update, and the bytes of the formulas."""
     return [count_case(case) for case in cases]
 
 
@@ -74,7 +74,7 @@ def count_case(case: str) -> tuple[dict[str, int], dict[str, int]]:
     optimizer.store.shard_weights(module)
     gathered_bytes = record_gathered_bytes(optimizer)
     tokens = torch.zeros(1, 16, dtype=torch.long)
-    for _ in range(2):  # the second time there are moments
+    for _ in range(2):  # the moments exist from the second step on
         loss, _ = module(tokens, tokens, None, tokens, torch.ones(1, 16))
         loss.backward()
         optimizer.end_micro_batch()
@@ -113,7 +113,7 @@ def count_case(case: str) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def record_gathered_bytes(optimizer: Any) -> list[int]:
-    """Return a list that gets the bytes of whole weights, here or on their way, whenever ZeRO 3 has gathered some."""
+    """Return a list to which each gather of ZeRO 3 appends the bytes of gathered and prefetched full weights."""
     gathered_bytes: list[int] = []
     if optimizer.store.units is not None:
         original_gather = optimizer.store.units._gather
@@ -132,7 +132,7 @@ def record_gathered_bytes(optimizer: Any) -> list[int]:
 
 
 def test_counted_bytes_equal_memory_formulas(pytestconfig: pytest.Config) -> None:
-    """Of every fourth case in the short run."""
+    """The short run has every fourth case."""
     cases = CASES if pytestconfig.getoption("--all") else CASES[::4]
     for rank_counts in run_ranks(2, count_cases, cases):
         for case, (counted, expected) in zip(cases, rank_counts, strict=True):

@@ -1,4 +1,4 @@
-"""A run that changes its ZeRO stage on the way is, bit for bit, one that never did (rows E07 and K18)."""
+"""A run that resumes with another ZeRO stage is bitwise equal to a run that does not (rows E07 and K18)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_run_resumes_bitwise_with_other_zero_stage(
 
 
 SINGLE_MICRO_BATCH_FLAGS = "--clip-grad 0 --gas 1"
-"""With one micro-batch a step and without clipping ZeRO 2 and 3 have the bits of the others."""
+"""With one micro-batch per step and without clipping, ZeRO 2 and 3 are bitwise equal to the other stages."""
 OFFLOAD_FLAGS = "--offload-optimizer --offload-parameters"
 
 
@@ -89,19 +89,19 @@ def test_zero_2_and_3_in_pipeline_resume_bitwise(zero_flags: str, schedule: str,
 
 
 def _use_host_copies(rank: int) -> None:
-    """Let all that lies in the host's memory be sent as what lies on a device is, by copies."""
+    """Send tensors in host memory by copies, as tensors on a device are."""
     from tds.p2p import host_copies
 
     host_copies.register()
     host_copies.is_host = lambda device: False  # type: ignore[assignment]
-    host_copies.log_rank_0 = print  # a test runner takes what is logged
+    host_copies.log_rank_0 = print  # the test reads the log from stdout
     initialize._backend = lambda *_, **__: host_copies.NAME  # type: ignore[assignment]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("offload_flags", ["", OFFLOAD_FLAGS], ids=["on the device", "offloaded"])
 def test_zero_3_over_host_copies_equals_gloo_bitwise(offload_flags: str, corpus: Path, tmp_path: Path) -> None:
-    """The simulated device, which shows the other stages, cannot give back the memory of a weight."""
+    """Other stages are tested on the simulated device, which cannot free the memory of a weight."""
     for name, inject_fault in (("plain", None), ("copies", _use_host_copies)):
         argv = make_flags(corpus, tmp_path / name, f"{DROPOUT_FLAGS} --train-iters 5 --zero-stage 3 {offload_flags}")
         assert launch_script(2, argv, tmp_path / f"{name}.log", inject_fault) == [0, 0], (

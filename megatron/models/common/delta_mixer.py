@@ -1,4 +1,4 @@
-"""DeltaMixer: the parts that mixers with the delta rule share."""
+"""DeltaMixer: the base class of recurrent mixers with the delta rule."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DeltaMixer(nn.Module):
     |---|---|
     | projections | queries, keys, values, gates, beta, decays |
     | convolution | ``silu(convolution(...))`` of queries, keys and values over k tokens |
-    | norm | queries and keys have norm 1; queries are divided by sqrt(d_k) |
+    | norm | queries and keys are normalized to length 1; queries are divided by sqrt(d_k) |
     | recurrence | ``megatron.ops.delta_rule``, with g key heads and a value heads |
     | output | ``dense(norm(o) * activation(gate))`` |
 
@@ -174,7 +174,10 @@ def l2_norm(x: torch.Tensor) -> torch.Tensor:
 
 
 def head_parameter(num_values: int, group: Group, initial_values: InitialValues) -> nn.Parameter:
-    """Return this rank's shard [n/t] of a vector of ``num_values`` values of the heads, without weight decay (1-D)."""
+    """Return this rank's shard [n/t] of a vector with ``num_values`` elements, ordered by head.
+
+    It has no weight decay, like every 1-D parameter.
+    """
     num_local = divide("the number of values of heads", num_values, group)
     shard = Shard((num_values,), 0, group.rank * num_local, num_local)
     return empty_weight((num_local,), shard, initial_values)

@@ -14,8 +14,8 @@ def use_fp8_products(attention: nn.Module | None, mlp: nn.Module | None, recipe:
     """Compute the products of an attention and a feed-forward half in FP8.
 
     These are the projections of attention, the feed-forward layers and the experts. The following products are not in
-    FP8: routers, gates of shared experts and of heads, and the projections from latents to keys and values, of which
-    context-parallel ranks compute some heads at a time.
+    FP8: routers, gates of shared experts and of heads, and the projections from latents to keys and values, because
+    context-parallel ranks compute these for a few heads at a time.
 
     Args:
         recipe: see ``megatron.mpu.fp8``.

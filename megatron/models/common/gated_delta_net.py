@@ -13,10 +13,10 @@ from megatron.models.common.parallel_context import ParallelContext
 
 
 class GatedDeltaNet(DeltaMixer):
-    """Gated delta rule with a decay per head: ``exp(-exp(A_log) softplus(a + dt_bias))``, a projection of the input.
+    """Gated delta rule with a decay per head: ``exp(-exp(A_log) softplus(decay + dt_bias))``.
 
-    Beta is the sigmoid of a projection; with ``--linear-allow-neg-eigval`` it is doubled. The output gate is
-    ``silu(gate)``.
+    ``decay``, ``beta`` and ``gate`` are projections of the input. Beta is ``sigmoid(beta)``, doubled with
+    ``--linear-allow-neg-eigval``. The output gate is ``silu(gate)``.
 
     Shapes and arguments: as in ``DeltaMixer``.
 

@@ -1,4 +1,4 @@
-"""GatedGroupNorm: the RMS norm over groups of channels and the gate of a Mamba-2 layer."""
+"""GatedGroupNorm: the output norm of a Mamba-2 layer over groups of channels, and its gate."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from megatron.mpu.shard import Shard, set_shard
 
 
 class GatedGroupNorm(nn.Module):
-    """RMS norm over each of g groups of neighbouring channels, and a gate by SiLU. Each rank has its channels' weights.
+    """RMS norm over each of g groups of neighbouring channels, and a SiLU gate. Channels are sharded over tensor ranks.
 
     | ``is_gated_first`` | output | models |
     |---|---|---|
     | True | ``norm(y * silu(gate)) * weight`` | Mamba-2, Nemotron-H, Granite 4 |
     | False | ``norm(y) * weight * silu(gate)`` | Falcon-H1 |
 
-    With fewer groups than tensor ranks, the channels of a group are on several ranks, which sum their squares: one
-    all-reduce of g values per token in forward, and one in backward.
+    With fewer groups than tensor ranks, several ranks share the channels of a group and all-reduce their sums of
+    squares: g values per token in forward, and g in backward.
 
     Shapes:
         y, gate, output [..., c/t]
@@ -70,7 +70,7 @@ class GatedGroupNorm(nn.Module):
         return (by_group * (sums / self.group_size + self.epsilon).rsqrt().unsqueeze(-1)).flatten(-2)
 
     def _sum_over_ranks(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the sums [..., 1] of this rank's group over the ranks that have channels of it. Collective."""
+        """Sum ``sums`` [..., 1] over the ranks that have channels of this rank's group. Collective."""
         group_idx = self.group.rank * self.num_groups // self.group.size
         padded = F.pad(sums, (group_idx, self.num_groups - 1 - group_idx))  # [..., g]
         totals = copy_to_tensor_region(reduce_from_tensor_region(padded, self.group), self.group)

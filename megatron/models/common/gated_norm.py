@@ -15,7 +15,7 @@ from megatron.mpu.shard import set_partial
 class GatedNorm(nn.Module):
     """RMS norm of each head, then multiplication by ``activation(gate)``, computed in fp32 for 16-bit inputs.
 
-    Every tensor rank holds the full weight and computes the gradient's summand of its heads (``set_partial``).
+    Every tensor rank has the full weight. Its gradient is a partial sum over the heads of the rank (``set_partial``).
 
     Shapes:
         x, gate, output [..., d_v]

@@ -22,9 +22,9 @@ class HeadRows(NamedTuple):
 
 
 class HeadProjections(nn.Module):
-    """Linear projections of the same input, without biases. Each weight is sharded by its own heads.
+    """Linear projections of the same input, without biases. Each weight is sharded by heads.
 
-    The input is gathered once (sequence parallelism), and the gradient of the input is one sum over the tensor ranks.
+    With sequence parallelism, the input is gathered once for all projections. Its gradient is reduced once.
 
     Shapes:
         input   [s, b, h], or this rank's shard of the sequence

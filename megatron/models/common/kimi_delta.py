@@ -19,10 +19,10 @@ class KimiDeltaAttention(DeltaMixer):
     """Gated delta rule with a decay per element of the keys.
 
     The log decay is ``-exp(A_log) softplus(f + dt_bias)``; with ``--linear-decay-limit`` L it is
-    ``-L sigmoid(exp(A_log) (f + dt_bias))``. The projection f and the output gate are products of two matrices with d
-    latents each, or full matrices with ``--linear-full-rank-gates``. The gate's activation is the sigmoid.
+    ``-L sigmoid(exp(A_log) (f + dt_bias))``. f and the output gate are projections of the input: products of two
+    matrices of rank d, or full matrices with ``--linear-full-rank-gates``. The gate's activation is the sigmoid.
 
-    Shapes and arguments: as in ``DeltaMixer``. Keys and values have the same number of heads and d elements.
+    Shapes and arguments: as in ``DeltaMixer``. Keys and values have equal numbers of heads, with d elements each.
 
     Attributes:
         dt_bias: [a d / t].

@@ -37,7 +37,7 @@ from megatron.ops.softcapped_attention import softcapped_attention
 # | queries, keys, values, context | of the rank's heads | of the rank's heads | of the rank's heads |
 #
 # The latents and the shared rotated key enter the tensor-parallel region together (``enter_tensor_region``): their
-# gradients are sums over the heads of all ranks. Behind that point, without sequence parallelism, the gradients of
+# gradients are sums over the heads of all ranks. After that point, without sequence parallelism, the gradients of
 # down-projections and norms are complete and equal on all ranks. With sequence parallelism they are sums over the
 # rank's tokens, so these weights are marked as partial (``mark_sequence_parallel``).
 

@@ -18,15 +18,15 @@ AttentionFunction = Callable[..., torch.Tensor]
 class LogitMeter:
     """Largest attention logits of one layer: ``q k^T`` times the softmax scale, before soft caps, biases and sinks.
 
-    It wraps the attention functions of a layer, with context parallelism those that receive the exchanged tensors, and
-    measures their queries and keys, except during a backward pass, which recomputes forwards.
+    It wraps the attention functions of a layer and measures their queries and keys. With context parallelism, it wraps
+    the functions that receive the exchanged tensors. A backward pass, which may recompute forwards, is not measured.
 
     Args:
         scale: factor of the scores.
         window: number of preceding keys that a query sees; 0: all.
 
     Attributes:
-        maxima: [a/t], raised to the logits of each forward; None while nothing is measured.
+        maxima: [a/t], the running maxima over forwards; None while nothing is measured.
     """
 
     def __init__(self, args: ModelArgs, parallel: ParallelContext, *, scale: float, window: int) -> None:
@@ -63,7 +63,7 @@ class LogitMeter:
         first: int | None = None,
         **_: Any,
     ) -> None:
-        """Raise ``maxima`` to the logits of one call of an attention function, which has the same arguments."""
+        """Update ``maxima`` by the logits of one call of an attention function, given the arguments of the call."""
         if self.maxima is None:
             return
         if first is None:  # without document starts, the queries are the last positions of the keys
@@ -73,7 +73,7 @@ class LogitMeter:
             positions = torch.arange(first, first + query.shape[2], device=query.device)
         elif self._is_bound:
             positions = self._parallel.query_positions(key.shape[2], query.device)
-        window = 0 if starts is None else self._window  # otherwise the mask has the window
+        window = 0 if starts is None else self._window  # without starts, the mask hides keys outside of the window
         first_head = self._parallel.context.rank * query.shape[1] if self._parallel.has_sharded_heads else 0
         raise_maxima(self.maxima, query, key, mask, starts, positions, first, window, self._scale, first_head)
 

@@ -44,8 +44,8 @@ class Mamba2(nn.Module):
     | y | ``S_i C_i + D x_i`` |
     | output | ``dense(norm(y * silu(z)))``, or another order of norm and gate (``GatedGroupNorm``) |
 
-    Tensor ranks have a/t heads and the groups of B and C that these read (``Mamba2Parts``). Context ranks exchange
-    states (``megatron.models.common.recurrent_context``).
+    Tensor ranks have a/t heads, and the groups of B and C that these heads read (``Mamba2Parts``). Context ranks
+    exchange states (``megatron.models.common.recurrent_context``).
 
     Shapes:
         x      [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
@@ -141,8 +141,8 @@ class Mamba2(nn.Module):
         """
         value = self._by_head(value)
         b_t, c_t = (x.unflatten(-1, (self.parts.num_groups, -1)) for x in (b_t, c_t))
-        is_whole = cache is None and self.parallel.context.size == 1
-        if is_whole and mamba_ssm.is_supported(value) and self.parallel.uses_kernels(value):
+        has_full_sequence = cache is None and self.parallel.context.size == 1
+        if has_full_sequence and mamba_ssm.is_supported(value) and self.parallel.uses_kernels(value):
             return mamba_ssm.scan(value, time_step, rates, b_t, c_t, starts)
         scan = ChunkedStateSpace(value * time_step.unsqueeze(-1), rates * time_step, b_t, c_t, starts=starts)
         if cache is not None:

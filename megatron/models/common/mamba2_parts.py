@@ -11,17 +11,17 @@ from megatron.mpu.layers import divide
 from megatron.mpu.shard import Shard, empty_weight, set_partial, set_shard
 from tds.param_info import InitialValues
 
-# A layer has a heads of d channels and g groups, each read by a/g neighbouring heads, as a key head is by its query
-# heads. Heads are sharded over the t tensor ranks.
+# A layer has a heads of d channels, and g groups of B and C. As in grouped-query attention, a/g neighbouring heads
+# share a group. Heads are sharded over the t tensor ranks.
 #
 # | part | rows | on a rank | gradient on a rank |
 # |---|---|---|---|
 # | z, x | a d | of its heads | complete |
 # | dt | a | of its heads | complete |
 # | B, C; t divides g | g n | of its g/t groups | complete |
-# | B, C; g divides t, g < t | g n | all rows are stored, one group is computed | a summand (``set_partial``) |
+# | B, C; g divides t, g < t | g n | all rows are stored, one group is computed | partial (``set_partial``) |
 #
-# In the last case, t/g ranks compute the same B and C from equal weights, but each reads them with other heads.
+# In the last case, t/g ranks compute the same B and C from equal weights, but their heads differ.
 
 GATE, VALUE, INPUT, OUTPUT, TIME_STEP = "z", "x", "B", "C", "dt"
 CONVOLVED = VALUE, INPUT, OUTPUT

@@ -1,4 +1,4 @@
-"""The projections and the convolution of a Mamba-2 layer, with a weight for each part."""
+"""The projections and the convolution of a Mamba-2 layer, with a separate weight for each part."""
 
 from __future__ import annotations
 

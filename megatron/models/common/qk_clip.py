@@ -29,8 +29,8 @@ from megatron.optim.param_store import ParamStore
 # | | rotated key, which all heads share | unchanged |
 #
 # Biases are scaled like their weights, so that all logits of the head are multiplied by eta. The factors are applied
-# to the main params, before these are rounded into the weights; momentum and moments are unchanged. S_h is a maximum
-# over all samples of the global batch. It has no gradient, and no state between steps.
+# to the main params, before they are rounded to the dtype of the weights; momentum and moments are unchanged. S_h is a
+# maximum over all samples of the global batch. It has no gradient and is not kept between steps.
 #
 # Source: Kimi Team 2025, "Kimi K2: open agentic intelligence", section 2.1, algorithm 1; for query groups Megatron-LM.
 
@@ -61,7 +61,7 @@ class AttentionLogits:
         dtype: dtype of the logits: fp64 for a model in fp64, otherwise fp32.
 
     Attributes:
-        is_enabled: measure the next step; always True with QK-clip.
+        is_enabled: measure the next step. With QK-clip every step is measured.
         table: [layers, a/t], the largest logits of the current or last step.
 
     Raises:
@@ -79,8 +79,8 @@ class AttentionLogits:
         if not sum(grid.host.gather_objects(len(self._layers))):
             raise ConfigError(
                 "--qk-clip and --log-max-attention-logit need attention layers of megatron.models.common that are "
-                f"built with their settings, found none in {type(module).__name__}. Remove the flags, or pass the "
-                "model arguments of the configuration to the layers"
+                f"built from the run's model arguments, found none in {type(module).__name__}. Remove the flags, or "
+                "pass the model arguments of the configuration to the layers"
             )
         self.clips, self._threshold, self._alpha = model.qk_clip, model.qk_clip_threshold, model.qk_clip_alpha
         self._grid, self._store = grid, store
@@ -89,7 +89,7 @@ class AttentionLogits:
         self.is_enabled, self._is_reduced = True, False
 
     def start_step(self) -> None:
-        """Forget the last step and, if enabled, measure all forwards until ``end_forwards``."""
+        """Reset the logits and, if enabled, measure all forwards until ``end_forwards``."""
         self.table.fill_(-torch.inf)
         self._is_reduced = False
         if self.clips or self.is_enabled:
@@ -97,7 +97,7 @@ class AttentionLogits:
                 layer.logit_meter.maxima = maxima
 
     def end_forwards(self) -> None:
-        """Stop measuring; the logits remain until the next step."""
+        """Stop measuring. The logits are kept until the next step."""
         for layer in self._layers:
             layer.logit_meter.maxima = None
 

@@ -10,16 +10,16 @@ final state of a chunk is affine in its initial state, so that no rank waits for
 4. ``prefix_states``: all-gather of both; each rank combines the chunks before its own, in the order of the sequence.
 5. The recurrence runs with these initial states.
 
-Backward reduce-scatters the gradients of 2 and 4, so values and gradients are exact. A document that starts within a
+Backward reduce-scatters the gradients of steps 2 and 4. Values and gradients are exact. A document that starts within a
 chunk makes the chunk's transition zero, and later chunks continue the last document of the chunk.
 
 An all-to-all to contiguous chunks before and after the recurrent layer would need the states of one chunk per rank instead
 of two, but would send 2 b h s / c elements of activations. The states of the second chunk are (c - 1) b a d_k (d_k + d_v)
 elements, independent of the sequence length. With the sizes of Qwen3-Next (a = 32, d_k = d_v = 128, h = 2048, states in
-fp32, activations in bf16) these are fewer bytes from s / c = 512 (c - 1) tokens per rank on, and the layout of tokens is the
-same in all layers.
+fp32, activations in bf16), the states take fewer bytes than the activations if a rank has s / c > 512 (c - 1) tokens. The
+layout of tokens also remains the same in all layers.
 
-Source: Sun et al. 2024, "Linear attention sequence parallelism" (LASP); the delta rule's transition is a matrix there.
+Source: Sun et al. 2024, "Linear attention sequence parallelism" (LASP), extended to transitions that are matrices.
 """  # noqa: E501
 
 from __future__ import annotations

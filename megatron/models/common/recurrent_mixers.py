@@ -1,6 +1,6 @@
 """The recurrent mixers of hybrid decoders.
 
-Each mixer is one module with the same interface. It is constructed with (args, parallel, layer index), and called with
+All mixers have the same interface. A mixer is constructed with (args, parallel, layer index), and called with
 
 | argument | value |
 |---|---|
@@ -10,8 +10,8 @@ Each mixer is one module with the same interface. It is constructed with (args, 
 | positions | rotary positions, which mixers ignore |
 | starts | int32 [b, s], document starts of the full sequence over all context ranks; None: one document |
 
-It returns an output as x. Its output projection is called ``dense``, as in attention. With a cache, the mixer continues
-from the cached state. Tokens do not read the state and the convolution inputs of other documents.
+It returns an output with the shape of x. Its output projection is called ``dense``, as in attention. With a cache, the
+mixer continues from the cached state. A token reads neither the state nor the convolution inputs of other documents.
 """
 
 from __future__ import annotations

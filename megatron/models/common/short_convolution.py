@@ -1,4 +1,4 @@
-"""ShortConvolution: the causal convolution before a recurrence, with a weight for each part of its channels."""
+"""ShortConvolution: the causal convolution before a recurrence, with a separate weight for each part of channels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.ops.short_convolution import short_convolution
 
 
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution and SiLU. Each part of the channels is sharded by itself, like its projection.
+    """Causal depthwise convolution and SiLU. Each part of the channels is sharded separately, like its projection.
 
     Shapes:
         x      [b, s, c], the channels of all parts

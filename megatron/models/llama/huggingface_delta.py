@@ -1,4 +1,4 @@
-"""Mixers with the delta rule in Hugging Face files: weight names and settings that all types with these layers share.
+"""Delta-rule mixers in Hugging Face files: weight names and settings that all types with these layers share.
 
 g key heads have d_k elements and a value heads d_v, in n = a / g value heads per key head.
 
@@ -146,7 +146,7 @@ def layer_fields(model: ModelConfig) -> dict[str, Any]:
 
 
 def layer_values(variant: str, types: list[str] | None, num_layers: int) -> tuple[dict[str, Any], Problems]:
-    """Return our settings for ``layer_types`` of config.json, and the types that we do not support.
+    """Return our settings for ``layer_types`` of config.json, and messages about unsupported entries.
 
     Args:
         variant: value of ``experimental_attention_variant``.
@@ -159,7 +159,7 @@ def layer_values(variant: str, types: list[str] | None, num_layers: int) -> tupl
     if len(types) != num_layers:
         return {}, [f"layer_types with {len(types)} entries for num_hidden_layers {num_layers}"]
     if LINEAR not in types:
-        return {}, [f"layer_types without {LINEAR} (supported: in at least one layer)"]
+        return {}, [f"layer_types without {LINEAR} (supported: at least one layer of this type)"]
     return {
         "experimental_attention_variant": variant,
         "linear_attention_freq": skip_freq([name == LINEAR for name in types]),

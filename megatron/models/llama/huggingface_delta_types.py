@@ -1,4 +1,4 @@
-"""The Hugging Face types with layers that have the delta rule.
+"""The Hugging Face types with delta-rule layers.
 
 | model_type | recurrent layers | other layers | feed-forward |
 |---|---|---|---|
@@ -129,7 +129,7 @@ def _common_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
 
 _QWEN_NORMS = {"input_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
 _MROPE_KEYS = ("mrope_section", "mrope_interleaved")
-"""Rotary parameters of images and videos; all parts of a text token's position are equal."""
+"""Rotary parameters for images and videos. They have no effect on text, where all parts of a position are equal."""
 _VISION_PREFIX, _TEXT_PREFIX = "model.visual.", "model.language_model."
 
 
@@ -210,7 +210,7 @@ def _qwen_problems(names: ExpertNames | None, model: ModelConfig) -> Iterator[st
 def _rename_qwen(name: str, config: Config) -> str | None:
     """Return the name of the text model's tensor; None for vision tensors and unused multi-token prediction layers."""
     if name.startswith(_VISION_PREFIX):
-        log.warn_once(f"the tensors {_VISION_PREFIX}* are not read: images are not supported, only the text model is")
+        log.warn_once(f"skipping the tensors {_VISION_PREFIX}*: only the text model is supported, not images")
         return None
     if name.startswith("mtp.") and not config.model.mtp_num_layers:
         return None
@@ -220,7 +220,7 @@ def _rename_qwen(name: str, config: Config) -> str | None:
 def _unpack_experts(name: str, shape: Sequence[int]) -> dict[str, StackedRows]:
     """Return the weights of the experts in the tensors of published Qwen3.5 folders, which stack all experts.
 
-    They are [E, 2 f, h] with the rows of the gate, then those of the value, and [E, h, f].
+    ``gate_up_proj`` is [E, 2 f, h], first the rows of the gate, then of the value. ``down_proj`` is [E, h, f].
     """
     match = re.fullmatch(r"(.*\.mlp\.experts)\.(gate_up|down)_proj", name)
     if match is None:
@@ -270,13 +270,13 @@ def _qwen_functions(
 # OLMo Hybrid. Layers with attention have norms after attention and feed-forward, other layers have them before.
 
 _OLMO_EPSILON = 1e-5
-"""Epsilon of the output norm in the class, whatever ``rms_norm_eps`` is."""
+"""Epsilon of the output norm, which is a constant in the class."""
 _OLMO_NORMS = {
     LINEAR: {"input_norm": "attention_layer_norm", "post_attention_norm": "feedforward_layer_norm"},
     FULL: {"attention_output_norm": "post_attention_layernorm", "mlp_output_norm": "post_feedforward_layernorm"},
 }
 _OLMO_CLASS_NORMS = {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"}
-"""Names in the class -> names in published files, of layers without attention."""
+"""Norm in the class -> norm in published files, for layers without attention."""
 
 
 def _olmo_recipes(model: ModelConfig, layer_idx: int, ours: str, theirs: str) -> Recipes:
@@ -355,9 +355,10 @@ def _olmo_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _rename_olmo(name: str, config: Config) -> str:
-    """Return the name in published files of ``name``, which may be that of the class or of a folder that it saved.
+    """Return the published name of the tensor ``name``.
 
-    transformers 5 saves the norms after attention with the name of a norm of other layers.
+    ``name`` may also be a name of the class, or come from a folder that transformers 5 saved. Such a folder has the
+    norm after attention under ``feedforward_layer_norm``, a name of recurrent layers.
     """
     match = re.fullmatch(r"(model\.layers\.(\d+)\.)(\w+)(\.weight)", name)
     if match is None or int(match[2]) >= config.model.num_layers:
@@ -398,7 +399,7 @@ def _from_kimi_keys(settings: dict[str, Any], num_dense: int) -> None:
     """Replace the keys of these types in ``settings`` by DeepSeek-V3's; set ``mlp_layer_types`` if it is missing.
 
     Args:
-        num_dense: number of dense layers in the class.
+        num_dense: number of dense layers by default of the class.
     """
     settings |= {key: settings.pop(kimi_key) for kimi_key, key in _KIMI_NAMES.items() if kimi_key in settings}
     if settings.get("mlp_layer_types") is None:
@@ -478,7 +479,7 @@ def _kimi_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _rename_kimi(name: str, config: Config) -> str:
-    """Return ``name``; transformers 5 saves the feed-forward part of dense layers with the name of experts."""
+    """Return the published name of ``name``; transformers 5 saves dense feed-forward layers under the experts' name."""
     return re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", name)
 
 

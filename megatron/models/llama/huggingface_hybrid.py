@@ -1,4 +1,4 @@
-"""Decoders whose layers have different mixers in Hugging Face files: names and settings that all types share.
+"""Hybrid decoders in Hugging Face files: tensor names and settings that all types share.
 
 The tables of the types are in ``huggingface_mamba_types`` and ``huggingface_delta_types``.
 """
@@ -42,21 +42,22 @@ class HybridType:
         architecture: name of the Hugging Face class.
         prefix: prefix of all tensor names except the head's.
         word, final_norm: names of the word embedding and of the final norm after ``prefix``.
-        fixed: our settings that all models of the type share, without those that equal GPT-2's.
+        fixed: our settings that all models of the type share and that differ from GPT-2's.
         free: our settings that config.json can express.
         defaults: defaults of the Hugging Face class for missing keys.
         epsilon_key: key of the epsilon of norms.
         layer_recipes: function from our model, the layer's index and the names of our and their layer to the mappings
             of the layer's weights.
         fields: function from our model to the entries of config.json that are not common to all types.
-        values: function from config.json with the defaults of the class to our settings that are not common to all
-            types, and to unsupported settings.
-        problems: function that yields the problems of an export.
+        values: function from config.json, completed by ``defaults``, to (our settings that are not common to all types,
+            messages about unsupported settings).
+        problems: function that yields a message for each setting that an export cannot express.
         aliases: further values of ``model_type`` in config.json of published models of the type.
         mtp: names of the multi-token prediction layers; None: folders of the type have none.
         rename_tensor, unpack: as in ``HFFormat``.
         is_selectable: ``--model`` accepts the type.
-        example: settings of models of the type for ``--model``, if the defaults of the class do not fit all sizes.
+        example: keys of config.json with which ``--model`` reads the settings of the type, in addition to
+            ``EXAMPLE_SIZES``.
         required_fields: as in ``HFFormat``.
         only_values: key of config.json -> its only supported value. A missing key or null counts as this value.
     """
@@ -135,6 +136,7 @@ def row_mappings(
 
 
 def attention_recipes(model: ModelConfig, ours: str, theirs: str) -> Recipes:
+    """Return the mappings of an attention layer with separate projections in Hugging Face files."""
     query_key_value = tuple(f"{theirs}.{name}_proj.weight" for name in "qkv")
     return {
         f"{ours}.query_key_value.weight": WeightMapping(query_key_value, num_blocks=model.num_query_groups),
@@ -216,6 +218,7 @@ def problems(hybrid_type: HybridType, config: Config) -> Iterator[str]:
 
 
 def activation_problems(settings: Mapping[str, Any], key: str, supported: tuple[str, ...]) -> Problems:
+    """Return a message if ``key`` of config.json is not ``supported``; a missing key is."""
     if settings.get(key, supported[0]) in supported:
         return []
     return [f"{key} {settings[key]!r} (supported: {', '.join(supported)})"]
@@ -239,7 +242,7 @@ _LAYER_KEYS = frozenset({
     "hybrid_override_pattern", "layers_block_type", "layer_types", "full_attention_interval", "linear_attn_config",
     "layer_group_size",
 })  # fmt: skip
-"""Keys of config.json for the types of layers."""
+"""Keys of config.json for the layer types."""
 
 
 def architecture(hybrid_type: HybridType) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 |---|---|
 | mamba2 | Mamba-2 only |
 | nemotron_h | each layer is Mamba-2, attention, a feed-forward layer or experts; no positions |
-| falcon_h1 | attention and Mamba-2 with the same input, then a feed-forward layer; constant factors of all parts |
+| falcon_h1 | attention and Mamba-2 with the same input, then a feed-forward layer; a constant factor for each part |
 | granitemoehybrid | Mamba-2 or attention, then a feed-forward layer or experts; the factors of Granite |
 """
 
@@ -53,9 +53,10 @@ UNLIMITED_POSITIONS = 2**20
 
 
 def _rename_backbone(name: str, config: Config) -> str:
-    """Return ``name`` with the names of these types instead of those that other versions of transformers use.
+    """Return the published name of the tensor ``name``.
 
-    They are "model" instead of "backbone", and mamba-ssm's "embedding" instead of "embeddings".
+    Some versions of transformers write "model" instead of "backbone"; mamba-ssm writes "embedding" instead of
+    "embeddings".
     """
     if name.startswith("model."):
         name = f"backbone.{name.removeprefix('model.')}"
@@ -117,7 +118,7 @@ def _mamba2_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems]:
 def _mamba2_problems(model: ModelConfig) -> Iterator[str]:
     yield from mamba_problems(model)
     yield from layer_type_problems(
-        model, lambda layer_type: layer_type == LayerType(MAMBA2, NO_MLP), "all layers must be Mamba-2 (M) only"
+        model, lambda layer_type: layer_type == LayerType(MAMBA2, NO_MLP), "all layers must be Mamba-2 (M)"
     )
     width = model.mamba_num_heads * model.mamba_head_dim
     if width % model.hidden_size:
@@ -127,8 +128,8 @@ def _mamba2_problems(model: ModelConfig) -> Iterator[str]:
         )
 
 
-# Nemotron-H. Its class in transformers bounds time steps from below by ``time_step_min``, whatever ``time_step_limit``
-# is, so an imported model does the same. Megatron-LM trains without a bound: --finetune --mamba-dt-limit-min 0.
+# Nemotron-H. Its class in transformers clamps time steps to at least ``time_step_min`` and ignores ``time_step_limit``,
+# and so does an imported model. Megatron-LM trains without this bound (--finetune --mamba-dt-limit-min 0).
 
 _NO_TIME_STEP_MIN = 1e-30
 """``time_step_min`` of a model without a lower bound; the class takes its logarithm."""
@@ -206,7 +207,7 @@ def _nemotron_values(settings: dict[str, Any]) -> tuple[dict[str, Any], Problems
     ]
     if upper_limit := time_step_values(settings)["mamba_dt_limit_max"]:
         unsupported.append(f"time_step_limit up to {upper_limit} (supported: no upper limit, as in the class)")
-    # the class, too, prefers a list of types to the pattern
+    # as in the class, a list of types takes precedence over the pattern
     block_types = settings.get("layers_block_type") or settings.get("layer_types")
     pattern: str = settings.get("hybrid_override_pattern") or ""
     if block_types is None and settings.get("hybrid_override_pattern") is None:
@@ -546,7 +547,7 @@ def _granite_hybrid_problems(model: ModelConfig) -> Iterator[str]:
     yield from layer_type_problems(
         model,
         lambda layer_type: layer_type.mixer in (MAMBA2, ATTENTION) and layer_type.feed_forward == feed_forward,
-        "each layer must have Mamba-2 or attention and a feed-forward layer, or all layers experts",
+        "each layer must have Mamba-2 or attention, then a feed-forward layer (experts in all layers or in none)",
     )
     if model.experimental_attention_variant == NO_VARIANT:
         yield "--experimental-attention-variant must be mamba2, got none"
@@ -578,7 +579,7 @@ def _granite_hybrid_problems(model: ModelConfig) -> Iterator[str]:
 
 
 def _rename_granite(name: str, config: Config) -> str:
-    """Return the name in files of ``name``, which may be that of a parameter in the class of transformers 5."""
+    """Return the published name of the tensor ``name``, which may also be a name in the class of transformers 5."""
     for in_class, in_file in (
         ("experts.gate_up_proj", "input_linear.weight"),
         ("experts.down_proj", "output_linear.weight"),
@@ -589,7 +590,7 @@ def _rename_granite(name: str, config: Config) -> str:
 
 
 _EXAMPLE = {"mamba_n_heads": 8, "mamba_d_ssm": None, "num_local_experts": 0, "num_experts_per_tok": 0}
-"""Sizes that fit those with which ``--model`` selects settings."""
+"""Sizes that fit ``EXAMPLE_SIZES``, with which ``--model`` reads the settings of a type."""
 MAMBA_TYPES = (
     HybridType(
         model_type="mamba2",

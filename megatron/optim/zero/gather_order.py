@@ -299,7 +299,7 @@ class GatherOrder:
         self._announced.append((*self._copy_to_host(gathered), [*self._gathered, unit]))
 
     def _check_announced(self, *, other_unit: int | None = None) -> None:
-        """Compare all announcements of this replica with those of the others; for ``other_unit``, see below."""
+        """Compare all announcements of this replica with those of the others; see ``_check_oldest``."""
         while self._announced:
             self._check_oldest(other_unit=other_unit)
 

@@ -86,7 +86,7 @@ def called_layers(module: nn.Module, weights: Iterable[nn.Parameter]) -> dict[nn
 
 
 def kept_weights(stage: Any, weights: Iterable[nn.Parameter]) -> dict[nn.Parameter, frozenset[int]]:
-    """Find the ``weights`` of a pipeline stage that are not read by calling one layer, with the chunks that read them.
+    """Find the ``weights`` of a pipeline stage that no single layer owns, each with the chunks that read it.
 
     These are tied weights that a function reads, weights of shared modules, weights of several layers, and weights
     outside of layers, which any chunk may read.
@@ -113,7 +113,7 @@ def kept_weights(stage: Any, weights: Iterable[nn.Parameter]) -> dict[nn.Paramet
 def weight_reader(layer: nn.Module) -> nn.Module:
     """Return the module whose call reads the weights of ``layer``: itself, or its attribute ``weight_reader``.
 
-    A layer has this attribute if its forward only passes an inner module on, which the loss function calls.
+    A layer has this attribute if its forward only returns an inner module, which the loss function calls.
     """
     reader: Any = getattr(layer, "weight_reader", layer)
     return reader if isinstance(reader, nn.Module) else layer

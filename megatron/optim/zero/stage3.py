@@ -18,9 +18,9 @@ On a pipeline stage, micro-batches alternate, so no weight is kept from a forwar
 
 * the weights of each layer that the stage calls. They are gathered for its forward. Those of a chunk's last layer are
   freed when the action of the schedule ends, because the loss function may read them;
-* weights that functions or several layers read, such as tied ones, by the chunks that read them. They are gathered when
-  a forward of such a chunk starts, and freed when the action ends. If layers are recomputed, which may read them as in
-  the forward, a backward gathers them when it starts, too.
+* weights that functions or several layers read, such as tied weights: one unit for each set of chunks that read them.
+  They are gathered when a forward of such a chunk starts, and freed when the action ends. With recompute, whose
+  forwards may read them again, a backward also gathers them when it starts.
 
 Backward gathers and frees units as in the table, and the end of the action frees the remaining ones. Each action begins
 with ``begin_action`` and ends with ``end_action``. The loss function runs in ``forward_scope``.
@@ -60,7 +60,7 @@ from tds.gradients import is_reduced_by_optimizer
 
 OTHER_WEIGHTS = "weights outside of layers"
 FORWARD, DEFERRED = "Forward", "BackwardWeight"
-"""Names of the actions of a pipeline whose backward does not start with a recomputed forward."""
+"""Types of the actions of a pipeline that do not start by recomputing layers."""
 LARGE_UNIT_FRACTION = 0.5
 """Units with more than this fraction of all weights cause a warning, because ZeRO 3 then saves little memory."""
 
@@ -301,7 +301,7 @@ class ParamUnits:
             parameter.register_post_accumulate_grad_hook(lambda _: self._count_grad(unit))
 
     def _add_stage_units(self, other_weights: dict[nn.Parameter, ShardedWeight]) -> None:
-        """Add units for weights of no single layer of a pipeline stage, and list the units of each chunk."""
+        """Add the units of weights that no single layer of a pipeline stage owns, and list the units of each chunk."""
         stage: Any = self._module
         chunks_of = kept_weights(stage, [*other_weights, *(p for unit in self.units for p in unit.parameters)])
         for chunks in dict.fromkeys(chunks_of[p] for p in other_weights):
@@ -434,7 +434,7 @@ class ParamUnits:
         return tensor
 
     def _free_unreached(self) -> None:
-        """Free units with no gradient in the running backward, whose weight gradients the schedule defers."""
+        """Free units that get no gradient in the running backward, because the schedule defers their gradients."""
         for unit in self.units:
             is_in_use = unit.num_calls or unit in self._retained
             if unit.is_gathered and not is_in_use and not any(map(backward_state.will_reach, unit.parameters)):

@@ -110,12 +110,12 @@ class MetricsServer:
 
 
 def format_metrics(values: Iterable[tuple[str, float]], run: str) -> str:
-    """Format "kind/name" or "kind/name/key" values as gauges, sorted by name, with the end marker."""
+    """Format "record_type/name" or "record_type/name/key" values as gauges, sorted by name, with the end marker."""
     samples_by_name: dict[str, list[str]] = {}
     for path, value in values:
-        kind, _, name = path.partition("/")
+        record_type, _, name = path.partition("/")
         name, _, key = name.partition("/")
-        metric = re.sub("[^a-zA-Z0-9_]", "_", f"{_PREFIX}{kind}_{name}".rstrip("_"))
+        metric = re.sub("[^a-zA-Z0-9_]", "_", f"{_PREFIX}{record_type}_{name}".rstrip("_"))
         labels = {"run": run, **({"key": key} if key else {})}
         label_text = ",".join(f'{label}="{_escape(text)}"' for label, text in labels.items())
         samples_by_name.setdefault(metric, []).append(f"{metric}{{{label_text}}} {_format_value(value)}")

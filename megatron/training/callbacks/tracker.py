@@ -139,7 +139,8 @@ class Tracker(Callback):
 
         Args:
             recorded_steps: last step of each record type in metrics.jsonl before this start.
-            is_continued: False for a run that starts from scratch, which is a new run unless the launcher restarts it.
+            is_continued: False if training starts from scratch. The service then gets a new run, except after a
+                restart by the launcher.
 
         Raises:
             ConfigError: the service cannot be used.
@@ -192,7 +193,7 @@ class Tracker(Callback):
 
     @property
     def pending_advice(self) -> str:
-        """Where records are that the service did not receive in time."""
+        """Location of the records that the service did not receive in time."""
         return "All records are in metrics.jsonl"
 
     def _send_pending(self) -> None:
@@ -214,7 +215,7 @@ class Tracker(Callback):
         return str(getattr(config.logging, self.flag[2:].replace("-", "_")))
 
     def _read_run(self, recorded_steps: Mapping[str, int]) -> None:
-        """Read the run's id, and skip the steps that earlier starts have recorded; nothing for a new run."""
+        """Read the run's id, and skip the steps that earlier starts have recorded. No-op for a new run."""
         try:
             stored = json.loads((self._folder / self.file_name).read_text())
             self._run_id, last_steps = str(stored["id"]), dict(stored.get("last_steps", {}))

@@ -1,7 +1,7 @@
 """Gated DeltaNet and Kimi Delta Attention against the classes of transformers with the same weights.
 
-In fp64 with the classes' fp32 replaced (``fp64_instead_of_fp32``): output, gradient of the input and of every weight.
-Without the replacement, the classes compute norms, decays and states in fp32.
+The tests compare the output and the gradients of the input and of every weight, in fp64. The classes compute norms,
+decays and states in fp32, unless ``fp64_instead_of_fp32`` replaces their casts.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Case(NamedTuple):
 
     Args:
         module: folder of the class.
-        names: names of the class of the mixer and of its configuration.
+        names: names of the mixer's class and of its configuration's class.
         settings: settings of the configuration.
         variant: name in ``delta_samples.VARIANTS``.
         to_ours: converts the weights of the class, or their gradients, to our names and shapes.

@@ -142,7 +142,7 @@ def test_cached_tokens_match_full_forward(variant: str) -> None:
 
 
 def test_tensor_rank_holds_parts_of_its_heads() -> None:
-    """Every part is sharded by itself: queries, keys, values, gates, decays and the convolution of each."""
+    """Queries, keys, values, gates and decays, and the convolution of each, are sharded separately."""
     full = dict(make_mixer("gdn").named_parameters())
     shards = dict(make_mixer("gdn", ParallelContext(Group((0, 1), 1))).named_parameters())
     for name, num_rows in {

@@ -41,7 +41,7 @@ SHARED: dict[str, Any] = {"hidden_size": HIDDEN, "mamba_num_heads": 8, "mamba_he
 
 @dataclass(frozen=True)
 class MixerCase:
-    """A mixer of transformers, and the args of the same mixer here.
+    """A mixer of transformers, and our args for the same mixer.
 
     Args:
         name: model type, name of the mixer's class, name of the configuration's class.
@@ -285,7 +285,7 @@ def run_context_rank(rank: int, size: int, length: int) -> tuple[torch.Tensor, t
     [(2, 16), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 300), (4, 16), (4, 600)))],
 )
 def test_context_ranks_match_one_process(size: int, length: int) -> None:
-    """One document is shorter than the convolution, another one is on all ranks; chunks of 2 to 75 tokens."""
+    """One document is shorter than the convolution, and one spans all ranks. Chunks have 2 to 75 tokens."""
     *expected, expected_grads = run_context_rank(0, 1, length)
     ranks = run_ranks(size, run_context_rank, size, length)
     for idx, tensor in enumerate(expected):

@@ -185,7 +185,7 @@ def test_skipped_step_does_not_clip(is_overflow: bool) -> None:
     assert torch.equal(weight, before)
     optimizer.policy.accepts_step = None
     maxima = measure(model, logits, has_documents=False)
-    assert maxima.max() > 1e-3, "logits of the skipped step were forgotten, those of this step are measured"
+    assert maxima.max() > 1e-3, "the logits of the skipped step are reset, those of this step are measured"
     optimizer.step()
     assert not torch.equal(weight, before)
 
@@ -227,7 +227,7 @@ def test_recomputation_is_not_measured(switches: dict[str, Any], monkeypatch: py
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "grouped and gated", "latents"])
 def test_compiled_layers_share_a_graph_and_measure_the_same(name: str) -> None:
-    """One graph for all layers and passes; more layers than torch compiles graphs of one function."""
+    """All layers and passes share one graph. The model has more layers than torch compiles graphs of a function."""
     maxima = {}
     for is_compiled in (False, True):
         model, _, logits = make_model({**CLIPPED[name], "num_layers": GRAPHS_PER_LENGTH + 1}, qk_clip=True)

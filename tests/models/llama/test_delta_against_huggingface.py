@@ -168,7 +168,7 @@ def test_greedy_generation_with_cache_matches_hugging_face(name: str) -> None:
 def make_case_of_folder(name: str) -> ModelCase:
     """Return a case whose folder transformers 5 saves correctly.
 
-    It splits the convolution of OLMo Hybrid in three equal parts, which requires values with the width of the keys.
+    It splits the convolution of OLMo Hybrid into three equal parts, so values must have the width of keys.
     """
     case = CASES[name]
     if case.prefix != "OlmoHybrid":
@@ -183,7 +183,7 @@ def make_case_of_folder(name: str) -> ModelCase:
 
 
 def published_names(tensors: dict[str, torch.Tensor], config: Config, name: str) -> dict[str, torch.Tensor]:
-    """Rename tensors that transformers 5 saves with other names than those of published files."""
+    """Rename the tensors that transformers 5 does not save under their published names."""
     hf_format = format_of(config, name.partition(",")[0])
     return {hf_format.rename_tensor(tensor_name, config) or tensor_name: x for tensor_name, x in tensors.items()}
 
@@ -203,7 +203,7 @@ def test_folder_round_trip_is_bitwise(name: str, convert: ConvertCommand, tmp_pa
 
 @pytest.mark.parametrize("name", slow_except(CASES, ("qwen3_next", "kimi_linear")))
 def test_ranks_read_slices_of_a_folder(name: str, tmp_path: Path) -> None:
-    """Rows of a projection are rows of each group, or rows in the middle, of one tensor of the folder."""
+    """The rows of a projection are interleaved with others, or in the middle of a tensor, in the folder."""
     make_case_of_folder(name).huggingface_model(torch.float32).save_pretrained(tmp_path)
     with ExitStack() as stack:
         pretrained = open_pretrained(tmp_path, stack)

@@ -103,7 +103,7 @@ def test_flags_match_hugging_face_settings(name: str) -> None:
 @pytest.mark.parametrize("name", slow_except(CASES, ("nemotron_h",)))
 @torch.no_grad()
 def test_greedy_generation_with_cache_matches_hugging_face(name: str) -> None:
-    """Without bounds of the time step, which the classes apply to prompts but not to single tokens."""
+    """The time steps have no bounds, because the classes apply bounds to prompts but not to single tokens."""
     no_bounds = {"time_step_limit": (0.0, math.inf), "time_step_min": 1e-30}
     hf_model = make_huggingface_model(CASES[name], tie_word_embeddings=False, **no_bounds).eval()
     config = config_from_huggingface(hf_model.config.to_dict())
@@ -137,7 +137,7 @@ def test_folder_round_trip_is_bitwise(name: str, convert: ConvertCommand, tmp_pa
 
 @pytest.mark.parametrize("name", slow_except(CASES, ("mamba2", "granitemoehybrid, experts")))
 def test_ranks_read_slices_of_a_folder(name: str, tmp_path: Path) -> None:
-    """Rows of a projection are rows in the middle of one tensor of the folder."""
+    """The rows of a projection are in the middle of a tensor of the folder."""
     CASES[name].huggingface_model(torch.float32).save_pretrained(tmp_path)
     with ExitStack() as stack:
         pretrained = open_pretrained(tmp_path, stack)

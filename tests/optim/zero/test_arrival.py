@@ -1,4 +1,4 @@
-"""Weights that come to ZeRO 3 one by one: their parts alone are on the device, and the numbers are the same."""
+"""``ParamInit``: ZeRO 3 initializes weights one by one, only shards are on the device, and values do not change."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.alive import LiveMemoryTracker
 from tests.helpers.zero_parts import Model
 
 DEVICE = torch.device("meta")
-"""It counts as another device: what is put there has a shape and bytes, and no values."""
+"""Represents an accelerator: tensors on it have shapes and sizes, but no values."""
 REPLICAS = Group((0, 1, 2), 1)
 SETTINGS: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -24,7 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def make_model(param_init: ParamInit | None, **settings: Any) -> tuple[Model, MixedPrecisionOptimizer]:
-    """Return the model and its optimizer on the second of three replicas, which are never asked."""
+    """Return the model and its optimizer on the second of three replicas, without communication."""
     module = Model()
     return module, build_optimizer(module.parameters(), zero_stage=3, data=REPLICAS, param_init=param_init, **settings)
 
@@ -46,15 +46,17 @@ def test_device_holds_only_weight_shards(precision: str) -> None:
         if t.device == DEVICE
     }
     largest_shard_bytes = max(parameter.nbytes for parameter in module.parameters()) // 3
-    assert alive.live_bytes() <= sum(device_bytes.values()) + 8 * len(main_params), "and a number for each weight"
-    assert alive.largest_bytes <= max(main_param.nbytes for main_param in main_params.values()), (
-        "no whole weight was there"
+    assert alive.live_bytes() <= sum(device_bytes.values()) + 8 * len(main_params), (
+        "in addition, one element for each weight"
     )
-    assert alive.peak_bytes <= alive.live_bytes() + 4 * largest_shard_bytes, "and a part on its way"
+    assert alive.largest_bytes <= max(main_param.nbytes for main_param in main_params.values()), (
+        "no full weight is on the device"
+    )
+    assert alive.peak_bytes <= alive.live_bytes() + 4 * largest_shard_bytes, "in addition, shards that are being copied"
     for (name, old), (_, new) in zip(plain.named_parameters(), module.named_parameters(), strict=True):
         assert (new.shape, new.dtype) == (old.shape, old.dtype), name
         if not old.requires_grad:
-            assert new.device.type == "cpu", "what is not trained is brought by others"
+            assert new.device.type == "cpu", "frozen weights are moved by other code"
             continue
         for expected, actual in (
             (reference.main_param_of(old), main_params[new]),
@@ -90,6 +92,6 @@ def test_weights_are_initialized_once_before_sharding() -> None:
 
 def test_other_stages_do_not_move_weights() -> None:
     module = Model()
-    param_init = ParamInit(DEVICE, lambda parameter: pytest.fail("it was asked to come"))
+    param_init = ParamInit(DEVICE, lambda parameter: pytest.fail("a weight was initialized one by one"))
     build_optimizer(module.parameters(), zero_stage=1, data=REPLICAS, param_init=param_init)
     assert all(parameter.device.type == "cpu" for parameter in module.parameters())

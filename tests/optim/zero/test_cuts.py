@@ -1,4 +1,4 @@
-"""How ZeRO 1 cuts parameters: parts tile what a rank holds, are even, and get the bits of the whole."""
+"""Partition of parameters under ZeRO 1: shards tile the local tensor evenly, and their updates are bitwise equal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
 
 @st.composite
 def parameters(draw):
-    """A parameter that a tensor rank holds: whole, or cut along any dimension, with padding or without."""
+    """Draw the parameter of a tensor rank: unsharded, or sharded along any dimension, with or without padding."""
     local = draw(shapes)
     if not draw(st.booleans()):
         return torch.nn.Parameter(torch.zeros(local))
@@ -49,7 +49,9 @@ def test_shards_tile_parameter_evenly_in_full_vectors(parameter, replicas):
     if 0 < partition.bounds[1] < parameter.shape[partition.dim]:
         assert all(bound * row % VECTOR == 0 for bound in partition.bounds if bound < parameter.shape[partition.dim])
         unit = VECTOR // math.gcd(VECTOR, row)
-        assert max(lengths) - min(lengths) <= 2 * unit - 1, "one vector more, and the last may be short"
+        assert max(lengths) - min(lengths) <= 2 * unit - 1, (
+            "shards differ by at most one vector, and the last one may be shorter"
+        )
 
 
 @settings(max_examples=150, deadline=None)
@@ -84,9 +86,7 @@ def test_small_weight_leaves_some_replicas_without_shard():
 
 def test_columns_without_full_vectors_stay_on_one_replica():
     odd = set_shard(torch.nn.Parameter(torch.zeros(8, 15)), Shard((8, 30), 1, 15, 15))
-    assert partition_of(odd, 2).bounds == (0, 15, 15), (
-        "the last numbers of its memory are not those of the last columns"
-    )
+    assert partition_of(odd, 2).bounds == (0, 15, 15), "the last elements in memory are not those of the last columns"
     even = set_shard(torch.nn.Parameter(torch.zeros(8, 14)), Shard((8, 28), 1, 14, 14))
     assert partition_of(even, 2).bounds == (0, 8, 14)
 

@@ -1,4 +1,4 @@
-"""What replicas send is put where it belongs, whatever the cut and however many they are; without ranks."""
+"""Gathered shards are copied to their positions, for any partition and number of replicas; without processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes to the CPU from a device: started together, and waited for once, behind all of it."""
+"""Copies from a device to the CPU: all are started first, then there is one wait."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_cpu_tensors_are_not_copied() -> None:
 
 
 def test_copies_are_synchronized_once_after_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With "meta" in the place of the CPU, and the CPU in that of a device."""
+    """The device "meta" represents the CPU, and the CPU represents a device."""
     events: list[object] = []
     original_copy = torch.Tensor.copy_
 

@@ -1,4 +1,4 @@
-"""Updated weights that come while the next forward runs: the bits of those that are waited for in the step."""
+"""Gathering updated weights during the next forward: bitwise equal to gathering them in the step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def poison_pending(module: nn.Module, optimizer: Any) -> int:
-    """Let every part that is on its way be NaN; return how many weights have such parts."""
+    """Set every shard that is still being gathered to NaN; return the number of weights with such shards."""
     gathers = optimizer.store._deferred_gather
     for weight in gathers._pending:
         partition, rank = optimizer.store.partition(weight), gathers._group.rank
@@ -34,7 +34,7 @@ def poison_pending(module: nn.Module, optimizer: Any) -> int:
 
 
 def compare_deferred_gather(rank: int, size: int) -> dict[str, Any]:
-    """Train with weights that are here at once and with such as come later; return by kind what differs."""
+    """Train with immediate and with deferred gathers; return the differences by case."""
     grid = build_grid(Topology.from_world_size(size, tensor=1, pipe=1), rank)
     gradients.BUCKET_BYTES = 2000
     results = {}
@@ -59,7 +59,7 @@ def compare_deferred_gather(rank: int, size: int) -> dict[str, Any]:
         with torch.no_grad():
             tokens = make_tokens(rank, 9, 0)
             differences |= set() if torch.equal(plain(tokens), module(tokens)) else {"evaluation"}
-        assert not deferred_optimizer.store._deferred_gather._pending, "a forward needs all of them"
+        assert not deferred_optimizer.store._deferred_gather._pending, "a forward waits for all weights"
         differences |= {n for n, w in plain.state_dict().items() if not torch.equal(w, module.state_dict()[n])}
         words = module.words.weight
         results[case] = differences, not torch.equal(words, Model().words.weight.to(words.dtype))
@@ -75,16 +75,16 @@ def test_deferred_gather_is_bitwise_equal(size: int) -> None:
 READERS = {
     "state_dict": lambda module, optimizer: module.state_dict(),
     "a layer's state_dict": lambda module, optimizer: module.layers[1].state_dict(),
-    "kept": lambda module, optimizer: optimizer.store.persistent_storage(module.words.weight),
-    "weights_gathered": lambda module, optimizer: optimizer.store.full_weights(),
-    "masters from parameters": lambda module, optimizer: optimizer.refresh_fp32_params(),
+    "persistent storage": lambda module, optimizer: optimizer.store.persistent_storage(module.words.weight),
+    "full weights": lambda module, optimizer: optimizer.store.full_weights(),
+    "main params from parameters": lambda module, optimizer: optimizer.refresh_fp32_params(),
     "a load": lambda module, optimizer: optimizer.copy_main_params_to_parameters(),
     "the next update": lambda module, optimizer: optimizer.step(),
 }
 
 
 def find_early_readers(rank: int) -> list[str]:
-    """Return who reads weights that have not come."""
+    """Return the readers that do not wait for pending weights."""
     grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
     param_gather.DEFER_GATHER = True
     module, optimizer = make_model_and_optimizer(grid, 1, overlap_grad_reduce=True)
@@ -104,7 +104,7 @@ def test_reads_outside_forward_wait_for_gather() -> None:
 
 
 def pending_before_layers(rank: int) -> list[list[int]]:
-    """Return how many weights are on their way before each layer's forward, in the order of the calls."""
+    """Return the number of pending weights before each layer's forward, in the order of the calls."""
     grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
     param_gather.DEFER_GATHER, gradients.BUCKET_BYTES = True, 1
     module, optimizer = make_model_and_optimizer(grid, 1, overlap_grad_reduce=True)
@@ -121,4 +121,4 @@ def pending_before_layers(rank: int) -> list[list[int]]:
 
 def test_forward_waits_only_for_called_layer() -> None:
     for num_pending in run_ranks(2, pending_before_layers):
-        assert num_pending == [6, 0], "norm, up and down of the second layer come while the first one runs"
+        assert num_pending == [6, 0], "norm, up and down of the second layer are pending while the first layer runs"

@@ -1,4 +1,4 @@
-"""ZeRO 3 gathers a unit ahead: what is issued and waited for when, what is held, and who leaves the order."""
+"""ZeRO 3 prefetches one unit: the order of gathers and waits, the memory, and replicas that depart from the order."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ H, LAYERS = 64, 6
 
 
 class ResidualModel(nn.Module):
-    """Layers, and a table that is in none of them."""
+    """Layers, and weights outside of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(H))
-        self.unused = nn.Parameter(torch.ones(H))  # no sum over the replicas starts within a backward
+        self.unused = nn.Parameter(torch.ones(H))  # keeps reductions over the replicas from starting during a backward
         self.layers = nn.ModuleList(nn.Linear(H, H) for _ in range(LAYERS))
         generator = torch.Generator().manual_seed(1)
         for parameter in self.parameters():
@@ -38,7 +38,7 @@ class ResidualModel(nn.Module):
     def forward(
         self, x: torch.Tensor, skip: int = -1, recomputes: bool = False, is_shorter: bool = False
     ) -> torch.Tensor:
-        """Return [2, H]; a shorter way back leaves the first layer out."""
+        """Return [2, H]; with ``is_shorter``, backward does not reach the first layer."""
         x = x * self.scale
         for layer_idx, layer in enumerate(self.layers):
             if layer_idx == skip:
@@ -67,9 +67,9 @@ def run_micro_batch(module: ResidualModel, optimizer: MixedPrecisionOptimizer, *
 
 
 def record_gathers(module: ResidualModel, optimizer: MixedPrecisionOptimizer) -> list[str]:
-    """Return what gets "+n" where the gather of unit n is issued, and "n" where its weights are there.
+    """Return a list of events: "+n" when the gather of unit n starts, and "n" when its weights are complete.
 
-    Between them come "forward n" and "backward n" of layers when they are through; a recompute stops ahead of that.
+    The events "forward n" and "backward n" are the ends of a layer's passes; a recomputed forward stops before its end.
     """
     events: list[str] = []
     for idx, unit in enumerate(optimizer.store.units.units):
@@ -109,7 +109,8 @@ def record_issues(rank: int, recomputes: bool, prefetches: bool) -> list[list[st
 
 @pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gathers_are_issued_one_ahead_from_second_micro_batch(recomputes: bool) -> None:
-    forward: list[tuple[int, list[str]]] = [(LAYERS, [])]  # the rest is the last unit, and stays for the backward
+    # weights outside of layers are the last unit, and are kept for backward
+    forward: list[tuple[int, list[str]]] = [(LAYERS, [])]
     forward += [(unit_idx, [f"forward {unit_idx}"]) for unit_idx in range(LAYERS)]
     backward = [(unit_idx, [f"backward {unit_idx}"]) for unit_idx in reversed(range(LAYERS))]
     first, second, third, evaluated, evaluated_again = run_ranks(2, record_issues, recomputes, True)[0]
@@ -123,13 +124,15 @@ def test_gathers_are_issued_one_ahead_from_second_micro_batch(recomputes: bool) 
         return [*issues[0], *(text for texts in steps for text in texts)]
 
     assert first == as_needed(forward + backward)
-    assert evaluated == [f"+{LAYERS}", *as_needed(forward)], "all leave the order of training, and say so there"
+    assert evaluated == [f"+{LAYERS}", *as_needed(forward)], (
+        "all replicas depart from the order of training, and report it in this gather"
+    )
     assert second == third == prefetched(forward + backward) and evaluated_again == prefetched(forward)
     assert run_ranks(2, record_issues, recomputes, False)[0][:3] == [first] * 3
 
 
 def measure_gathered_bytes(rank: int) -> list[tuple[int, int]]:
-    """Return whenever weights have come the bytes of them that are gathered, and those that come ahead."""
+    """Return, after each gather of a unit, (bytes of gathered weights, bytes of prefetched weights)."""
     module, optimizer = shard_model(rank)
     units = optimizer.store.units
     byte_counts: list[tuple[int, int]] = []
@@ -163,7 +166,7 @@ def test_only_one_unit_is_prefetched() -> None:
 
 
 def compare_prefetch(rank: int, gas: int, recomputes: bool) -> tuple[bool, bool]:
-    """Train with and without gathers ahead, with an evaluation between; return whether bits are equal, and moved."""
+    """Train with and without prefetch, with evaluations; return (results are bitwise equal, weights have changed)."""
     grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
     runs = [
         make_model_and_optimizer(grid, 3, recompute=recomputes, prefetches=prefetches) for prefetches in (False, True)
@@ -186,7 +189,7 @@ def test_prefetch_is_bitwise_equal(gas: int, recomputes: bool) -> None:
 
 
 def leave_order_together(rank: int) -> list[bool]:
-    """Leave the order on all replicas alike, in many ways; return whether each result is that of whole weights."""
+    """Depart from the order on all replicas, in many ways; return for each result if it equals that of full weights."""
     module, optimizer = shard_model(rank)
     plain = ResidualModel()
     matches = []
@@ -244,7 +247,7 @@ def leave_order_together(rank: int) -> list[bool]:
         evaluate()
         matches.append(all(torch.equal(p, q) for p, q in zip(module.parameters(), plain.parameters(), strict=True)))
     compare()
-    module(make_input())  # a forward that no backward follows
+    module(make_input())  # a forward without a backward
     evaluate()
     compare()
     compare()
@@ -261,13 +264,13 @@ def test_replicas_leaving_order_together_get_correct_weights() -> None:
 
 
 def change_weights_during_prefetch(rank: int) -> list[float]:
-    """Change the weights while a unit is gathered ahead; return what the next forwards find of them."""
+    """Change the weights while a unit is prefetched; return if it was, and the outputs of the next forwards."""
     module, optimizer = shard_model(rank)
     for _ in range(2):
         run_micro_batch(module, optimizer)
         optimizer.zero_grad()
     outputs = []
-    module(make_input())  # the first unit of a backward comes ahead
+    module(make_input())  # prefetches the first unit of the backward
     has_prefetched = [optimizer.store.units._order.num_prefetched_bytes() > 0]
     with torch.no_grad():
         for value in (0.0, 2.0):
@@ -286,9 +289,9 @@ def test_prefetched_weights_are_not_used_after_update() -> None:
 
 
 def leave_order_on_one_replica(rank: int, departure: str, reads_notes: bool) -> str:
-    """Let one replica leave an order that all know; return what it is told."""
+    """Let one replica depart from the recorded order; return this replica's error message."""
     module, optimizer = shard_model(rank)
-    if not reads_notes:  # as on a device, where only who departs can look
+    if not reads_notes:  # as on a device, where only departing replicas read the notes
         optimizer.store.units._order._reads_notes = False
     before = [optimizer.main_param_of(p).detach().clone() for p in module.parameters()]
     for _ in range(2):
@@ -339,7 +342,7 @@ def test_departure_on_device_is_reported_before_next_wait(departure: str) -> Non
 
 
 class FakeUnit:
-    """A unit whose gather tells nothing."""
+    """A unit whose gather contains only notes of zeros."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -352,7 +355,7 @@ class FakeUnit:
 
 
 def follow_different_orders(rank: int, reads_notes: bool) -> list[str]:
-    """Follow other orders on each replica, which no message tells; return which call raises what."""
+    """Follow different orders without notes about them; return the call that raises, and the error."""
     grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
     errors = []
     for last_call in ("end", "check"):
@@ -381,13 +384,13 @@ def test_micro_batch_hash_detects_different_orders(reads_notes: bool) -> None:
         deferred = [
             "end of [1, 2]",
             f"check {suffix}",
-        ]  # a device looks when the next pass is through, or a step begins
+        ]  # on a device, orders are compared at the end of the next pass or before an update
         assert [text.partition(":")[0] for text in errors] == (immediate if reads_notes else deferred)
         assert all("replica 0 gathers b, replica 1 gathers c." in text for text in errors)
 
 
 def count_order_comparisons(rank: int) -> list[int]:
-    """Return how often replicas compare orders in each of three micro-batches and two evaluations."""
+    """Return the number of comparisons of the order in each of three micro-batches and two evaluations."""
     module, optimizer = shard_model(rank)
     calls: list[int] = []
     original_gather = gather_order.all_gather_single
@@ -411,7 +414,7 @@ def test_replicas_compare_order_once_per_known_micro_batch() -> None:
     first_count, evaluation_count = (
         2 * LAYERS + 2,
         LAYERS + 1,
-    )  # each gather and the end; the first is agreed upon in its gather
+    )  # every gather and the end; the first evaluation's departure is in a gather
     assert run_ranks(2, count_order_comparisons) == [[first_count, 1, 1, evaluation_count, 1]] * 2
 
 

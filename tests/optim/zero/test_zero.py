@@ -1,4 +1,4 @@
-"""ZeRO 1 against ZeRO 0: the same bits, a share of the memory (row E07)."""
+"""ZeRO 1 against ZeRO 0: bitwise equal, with sharded states (row E07)."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def settings_of(case: str) -> dict[str, Any]:
-    """Return settings with a loss scale of their own; that of fp16 overflows at first."""
+    """Return the settings of a case with a new loss scaler; the scale of fp16 overflows in the first steps."""
     scaler = GradScaler(scale=2.0**18, is_dynamic=True, hysteresis=1, window=5) if case == "fp16" else None
     return CASES[case] | {"scaler": scaler}
 
 
 def compare_stages(rank: int, tensor: int, size: int, steps: int) -> dict[str, Any]:
-    """Train with ZeRO 0 and 1 side by side; return by kind what differs, and how many steps were skipped."""
+    """Train with ZeRO 0 and 1; return by case the differences, and the skipped and rejected steps."""
     grid = build_grid(Topology.from_world_size(size, tensor=tensor, pipe=1), rank)
     results = {}
     for case in CASES:
@@ -74,14 +74,14 @@ def compare_stages(rank: int, tensor: int, size: int, steps: int) -> dict[str, A
 
 @pytest.mark.parametrize(("tensor", "size"), [(1, 3), pytest.param(2, 4, marks=pytest.mark.slow)])
 def test_zero_1_is_bitwise_zero_0_in_every_precision(tensor: int, size: int, pytestconfig: pytest.Config) -> None:
-    """Twenty of them with --all; the eighth is refused."""
+    """Nine steps, or twenty with --all. The stability guard rejects the eighth."""
     steps = 20 if pytestconfig.getoption("--all") else 9
     for result in run_ranks(size, compare_stages, tensor, size, steps):
         assert result == {case: (set(), True, case == "fp16", 1) for case in CASES}
 
 
 def count_all_gathers(rank: int, size: int) -> tuple[list[int], bool]:
-    """Count the all-gathers of a step with each limit; return them, and whether the weights came out the same."""
+    """Return the number of all-gathers of a step for each bucket limit, and True if the weights are equal."""
     grid = build_grid(Topology.from_world_size(size, tensor=1, pipe=1), rank)
     name = name_of("all_gather_single")
     calls, original = [0], getattr(dist, name)
@@ -105,7 +105,7 @@ def count_all_gathers(rank: int, size: int) -> tuple[list[int], bool]:
 def test_one_all_gather_covers_many_weights() -> None:
     for calls, is_same in run_ranks(2, count_all_gathers, 2):
         assert is_same
-        assert calls == [1, 4, 7], "all; as many as fit into 2,000 bytes; each by itself"
+        assert calls == [1, 4, 7], "one bucket; buckets of up to 2,000 bytes; one bucket per weight"
 
 
 def make_group(rank: int, size: int) -> Group:
@@ -114,7 +114,7 @@ def make_group(rank: int, size: int) -> Group:
 
 
 def state_bytes(parameters: list[torch.nn.Parameter], optimizer: Any) -> tuple[int, int]:
-    """Return the bytes of masters that are not views of their parameters, and of moments."""
+    """Return the bytes of main params that are not views of their parameters, and of moments."""
     parameter_addresses = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     main_storages = {main_param.untyped_storage() for main_param in map(optimizer.main_param_of, parameters)}
     main_param_bytes = sum(
@@ -168,7 +168,7 @@ def test_replica_0_owns_unpartitioned_weights() -> None:
     owned = []
     for rank in range(2):
         module = Weights(build_grid(Topology(1, 1, 1), 0))
-        module.columns.ds_pipe_replicated = True  # a tied copy: another stage writes it
+        module.columns.ds_pipe_replicated = True  # a tied copy, which another stage saves
         optimizer = build_optimizer(module.parameters(), data=make_group(rank, 2), zero_stage=1)
         owned.append({name for name, parameter in module.named_parameters() if optimizer.owns(parameter)})
     assert owned[0] - owned[1] == {"scalar", "frozen"} and owned[1] < owned[0] and "columns" not in owned[0]

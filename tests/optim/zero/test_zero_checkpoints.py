@@ -1,4 +1,4 @@
-"""Checkpoints of all stages of ZeRO are the same tensors, saved and loaded by any number of replicas (row K18)."""
+"""Checkpoints of all ZeRO stages contain the same tensors, for any number of replicas (row K18)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def train_and_save(
 def load_and_save(
     rank: int, tensor: int, size: int, stage: int, dtype: torch.dtype, source: Path, folder: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Load into other numbers, save again; return the weights as loaded and after two more steps."""
+    """Load into other values and save again; return the loaded weights, and the weights after two more steps."""
     grid = build_grid(Topology.from_world_size(size, tensor=tensor, pipe=1), rank)
     module = Weights(grid)
     optimizer = make_optimizer(module, grid, stage, dtype=dtype)
@@ -74,7 +74,7 @@ def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def unpadded(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the logical tensor of what one tensor rank holds alone, in fp32."""
+    """Return the logical tensor of the only tensor rank, without padding, in fp32."""
     return make_shard(name, 0, 1)[0].unpadded(tensor).float()
 
 

@@ -1,4 +1,4 @@
-"""ZeRO 2 and 3 with models of many shapes: what is held at most, and replicas that go different ways."""
+"""ZeRO 2 and 3 with models of many structures: peak memory, and replicas that call different layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OFFLOAD = OffloadConfig(parameters=True)
 
 
 class ResidualModel(nn.Module):
-    """Layers, and weights that get no gradient: in no layer, or in each."""
+    """Layers, and weights without gradients: outside of layers, or in each layer."""
 
     def __init__(self, spare: str = "") -> None:
         super().__init__()
@@ -52,7 +52,7 @@ def shard_model(module: nn.Module, stage: int, rank: int, size: int = 2) -> Mixe
 
 
 def measure_peak_bytes(rank: int, spare: str, stage: int) -> list[tuple[int, int]]:
-    """Return for two steps the most bytes in backward of gradients that wait for their sum, and of gathered weights."""
+    """Return, for two steps, the peak bytes in backward of unreduced gradients and of gathered weights."""
     gradients.BUCKET_BYTES = 4 * H * H
     module = ResidualModel(spare)
     optimizer = shard_model(module, stage, rank)
@@ -79,7 +79,7 @@ def measure_peak_bytes(rank: int, spare: str, stage: int) -> list[tuple[int, int
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_weights_without_gradients_do_not_delay_reduction(stage: int) -> None:
-    """A layer or two are held of eight: the first is freed before the last is gathered."""
+    """At most two of eight layers are gathered at a time, and gradients wait for one bucket only."""
     layer_bytes = 4 * (H * H + H)
     for spare, num_layers_held in (("", 1), ("in no layer", 1), ("in each layer", 2)):
         for steps in run_ranks(2, measure_peak_bytes, spare, stage):
@@ -91,7 +91,7 @@ def test_weights_without_gradients_do_not_delay_reduction(stage: int) -> None:
 
 
 def skip_layer_on_one_replica(rank: int) -> tuple[list[bool], list[list[tuple[int, ...]]]]:
-    """Train with a weight that a replica leaves out of one step; return whether gradients are right, and the order."""
+    """Train with a layer that one replica skips in a step; return if gradients are correct, and the bucket order."""
     gradients.BUCKET_BYTES = 1
     module = ResidualModel()
     optimizer = shard_model(module, 2, rank)
@@ -115,11 +115,11 @@ def skip_layer_on_one_replica(rank: int) -> tuple[list[bool], list[list[tuple[in
 def test_bucket_unfilled_on_one_replica_is_reduced() -> None:
     results = run_ranks(2, skip_layer_on_one_replica)
     assert all(all(matches) for matches, _ in results)
-    assert results[0][1] == results[1][1], "one order for all"
+    assert results[0][1] == results[1][1], "all replicas have the same order"
 
 
 def call_different_layers(rank: int, departure: str) -> str:
-    """Let replicas call different layers; return whether weights have changed before the error."""
+    """Call different layers on the replicas; return the error, with CHANGED if weights changed before it."""
     module = ResidualModel()
     optimizer = shard_model(module, 3, rank)
     before = [optimizer.main_param_of(p).detach().clone() for p in module.parameters()]
@@ -178,7 +178,7 @@ class Encoder(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer whose lists are small beside it."""
+    """A layer with only a small part of its weights in lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_nested_layer_lists_are_split_where_most_weights_are() -> None:
 
 
 def make_offloaded_optimizer(module: nn.Module) -> MixedPrecisionOptimizer:
-    """Return an optimizer of ZeRO 3 on one replica, where weights are cut all the same because they are offloaded."""
+    """Return an optimizer of ZeRO 3 on one replica, where weights are gathered because they are offloaded."""
     optimizer = build_optimizer(module.parameters(), zero_stage=3, offload=OFFLOAD)
     optimizer.store.shard_weights(module)
     return optimizer

@@ -1,4 +1,4 @@
-"""ZeRO 2 and 3 against ZeRO 0: the same gradients to the bit, parts of the memory (row E07)."""
+"""ZeRO 2 and 3 against ZeRO 0: bitwise equal gradients, and sharded memory (row E07)."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"zero_stage": 1, "offload": OffloadConfig(optimizer=True)},
 )
 CLIPPED_TOLERANCE = 1e-12
-"""Of a clipped step in fp64, whose norm is a sum in another order; all others must have equal bits."""
+"""Tolerance of clipped steps in fp64, whose norm is summed in another order; other steps must be bitwise equal."""
 
 
 def settings_of(case: str) -> dict[str, Any]:
-    """Return settings with a loss scale of their own; that of fp16 overflows at first."""
+    """Return the settings of a case with a new loss scaler; the scale of fp16 overflows in the first steps."""
     scaler = GradScaler(scale=2.0**14, is_dynamic=True, hysteresis=1, window=50) if case == "fp16" else None
     return CASES[case] | {"scaler": scaler}
 
 
 def compare_stages(rank: int, size: int, gas: int, cases: list[str]) -> dict[str, Any]:
-    """Train all stages side by side; return by kind what differs from ZeRO 0, and the steps that were skipped."""
+    """Train with all stages; return by case the differences from ZeRO 0, and the skipped and rejected steps."""
     grid = build_grid(Topology.from_world_size(size, tensor=1, pipe=1), rank)
     results = {}
     for case in cases:
@@ -91,7 +91,7 @@ def compare_stages(rank: int, size: int, gas: int, cases: list[str]) -> dict[str
 
 
 def test_single_micro_batch_steps_are_bitwise_stage_0(pytestconfig: pytest.Config) -> None:
-    """SGD and clipping, which are those of ZeRO 1 as well, with --all."""
+    """With --all, also SGD and clipping, which ZeRO 1 shares."""
     cases = list(CASES) if pytestconfig.getoption("--all") else list(CASES)[:3]
     gradients.BUCKET_BYTES, old_bucket_bytes = 3000, gradients.BUCKET_BYTES
     try:
@@ -129,7 +129,7 @@ def test_micro_batches_accumulate_up_to_rounding() -> None:
 
 
 def compare_reductions(rank: int) -> float:
-    """Sum gradients by an all-reduce and by a reduce-scatter; return the largest difference of a part."""
+    """Sum gradients by an all-reduce and by a reduce-scatter; return the largest difference of a shard."""
     grid = build_grid(Topology.from_world_size(3, tensor=1, pipe=1), rank)
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in ((37, 16), (), (10, 5), (16,), (3, 2))]
     local_grads = []
@@ -162,7 +162,7 @@ def test_reduce_scatter_equals_shards_of_all_reduce() -> None:
 
 
 def reduce_scatter_in_ring_order(rank: int) -> list[bool]:
-    """Sum by a reduce-scatter that adds up in another order for each replica; return whether all have what is whole."""
+    """Reduce-scatter with another order of additions on each replica; return if all ranks have equal scalars."""
     grid = build_grid(Topology.from_world_size(4, tensor=1, pipe=1), rank)
 
     def scatter(output: torch.Tensor, full_grad: torch.Tensor, **kwargs: Any) -> Any:
@@ -185,7 +185,7 @@ def reduce_scatter_in_ring_order(rank: int) -> list[bool]:
 
 
 class CompletedWork:
-    """A sum that is here."""
+    """A finished collective."""
 
     def wait(self) -> None: ...
 
@@ -206,7 +206,7 @@ def test_buckets_match_stage_0(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def measure_held_bytes(rank: int) -> tuple[list[int], list[int], int]:
-    """Return the bytes of gradients after a backward by stage, and of weights in a pass of ZeRO 3."""
+    """Return the bytes of gradients after a backward by stage, of gathered weights in a pass, and of idle weights."""
     grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
     gradients, weights = [], []
     for stage in (1, 2, 3):
@@ -228,7 +228,7 @@ def measure_held_bytes(rank: int) -> tuple[list[int], list[int], int]:
 
 
 def gathered_bytes(optimizer: Any) -> int:
-    """Return the bytes of whole weights that ZeRO 3 has gathered."""
+    """Return the bytes of the full weights that ZeRO 3 has gathered."""
     return sum(
         full_weight.untyped_storage().nbytes()
         for unit in optimizer.store.units.units
@@ -244,9 +244,9 @@ def test_gradients_are_sharded_and_weights_gathered_per_layer() -> None:
     num_other_params = num_params - 2 * num_layer_params
     for grad_bytes, weight_bytes, idle_bytes in run_ranks(2, measure_held_bytes):
         full_bytes, *shard_bytes = grad_bytes
-        assert full_bytes == 4 * (num_params + 2), "with two single numbers"
+        assert full_bytes == 4 * (num_params + 2), "including two scalars"
         assert all(abs(num_bytes - 2 * num_params) <= 4 * 16 * 4 for num_bytes in shard_bytes), (
-            "vectors of 16 that do not halve"
+            "shards consist of full vectors of 16 elements"
         )
         pass_bytes = [
             2 * (num_other_params + num_layer_params),
@@ -254,7 +254,7 @@ def test_gradients_are_sharded_and_weights_gathered_per_layer() -> None:
             0,
         ]  # in the layer, after forward, after backward
         assert weight_bytes == [0, *pass_bytes, 2 * (num_other_params + num_layer_params), 0]
-        assert idle_bytes < 200, "one number for each weight, the frozen one and the scalars"
+        assert idle_bytes < 200, "one element for each sharded weight, the frozen weight and the scalars"
 
 
 def test_layers_are_list_elements_without_shared_weights() -> None:
@@ -279,7 +279,9 @@ def test_weight_read_outside_call_is_nan() -> None:
     tokens = make_tokens(0, 0, 0)
     with torch.no_grad():
         assert torch.equal(module(tokens), reference(tokens))
-        assert torch.equal(module.layers[1].up(torch.ones(16)), reference.layers[1].up(torch.ones(16))), "a part alone"
+        assert torch.equal(module.layers[1].up(torch.ones(16)), reference.layers[1].up(torch.ones(16))), (
+            "a layer may be called directly"
+        )
     with pytest.raises(IndexError):
         module(torch.tensor([99]))
     assert optimizer.store.units._depth == 0 and optimizer.store.units._saved_tensors_hooks is None
@@ -287,7 +289,7 @@ def test_weight_read_outside_call_is_nan() -> None:
     assert gathered_bytes(optimizer) == 0
     loss = compute_loss(module, tokens)
     optimizer.end_micro_batch()
-    loss.backward()  # what backward asks for is gathered again
+    loss.backward()  # the weights that backward needs are gathered again
     compute_loss(reference, tokens).backward()
     assert torch.equal(optimizer.gradient_of(module.words.weight), reference.words.weight.grad)
     assert gathered_bytes(optimizer) <= sum(p.nbytes for p in reference.parameters())
@@ -295,12 +297,12 @@ def test_weight_read_outside_call_is_nan() -> None:
     take_step(module, optimizer, single_grid(), 0)
     with torch.no_grad():
         assert not torch.equal(module(tokens), reference(tokens))
-    module(tokens)  # no backward follows: the rest stays gathered
+    module(tokens)  # without a backward, the weights outside of layers stay gathered
     with torch.no_grad():
         assert gathered_bytes(optimizer) > 0
         optimizer.main_param_of(module.words.weight).zero_()
         optimizer.copy_main_params_to_parameters()
-        assert gathered_bytes(optimizer) == 0 and module(tokens).unique().numel() == 1, "no word is likelier"
+        assert gathered_bytes(optimizer) == 0 and module(tokens).unique().numel() == 1, "all words have the same logit"
 
 
 def test_layers_with_bypassed_weights_are_named_in_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +324,7 @@ def test_layers_with_bypassed_weights_are_named_in_warning(monkeypatch: pytest.M
 
 
 def recompute_reentrant_twice(rank: int) -> None:
-    """Leave the gradient of a weight twice in one backward."""
+    """Accumulate the gradient of a weight twice in one backward."""
     grid = build_grid(Topology.from_world_size(2, tensor=1, pipe=1), rank)
     module, _ = make_model_and_optimizer(grid, 2)
     shared, x = module.layers[0].shared, torch.ones(2, 16, requires_grad=True)
@@ -336,7 +338,7 @@ def test_gradient_computed_twice_is_rejected() -> None:
 
 
 def host_bytes(variant: dict[str, Any], dtype: torch.dtype) -> tuple[int, int]:
-    """Return the bytes of masters and of parts of weights in memory of their own."""
+    """Return the bytes of main params and of weight shards that have separate memory."""
     module, optimizer = make_model_and_optimizer(single_grid(), **variant, dtype=dtype)
     weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
     main_storages = {
@@ -368,7 +370,7 @@ def test_offloaded_state_has_separate_copies(
     num_params = sum(p.numel() for p in Model().parameters() if p.requires_grad)
     actual = host_bytes(variant, dtype)
     assert actual[0] in (main_param_bytes * num_params, main_param_bytes * (num_params - 2)), (
-        "two single numbers are never cut"
+        "the two scalars are never sharded"
     )
     assert actual[1] == shard_bytes * (num_params - 2)
 
