@@ -71,8 +71,12 @@ def _file_problems(spec: CallbackSpec) -> Iterator[str]:
 
 def _may_bind(tree: ast.Module, name: str) -> bool:
     """Return True if the file may define ``name`` other than by a class statement at its top level."""
-    names = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
-    names |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    imports = [alias for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom)) for alias in node.names]
-    names |= {alias.asname or alias.name for alias in imports}
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
     return name in names or "*" in names

@@ -27,9 +27,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("value", ["mine.py:Norm", "mine.py:Nested", "mine.py:Alias", "mine.py:renamed", "star.py:Norm"])
-def test_name_that_the_file_may_define_is_accepted(folder: Path, value: str) -> None:
-    assert list(callback_problems(value)) == []
+@pytest.mark.parametrize("name", ["mine.py:Norm", "mine.py:Nested", "mine.py:Alias", "mine.py:renamed", "star.py:Norm"])
+def test_name_that_the_file_may_define_is_accepted(folder: Path, name: str) -> None:
+    assert list(callback_problems(name)) == []
 
 
 @pytest.mark.parametrize(

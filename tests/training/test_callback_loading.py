@@ -112,6 +112,7 @@ def test_two_states_of_one_name_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "copy.py").write_text(EXAMPLE.read_text())
     log = tmp_path / "log"
     callbacks = f"--callback {EXAMPLE}:BestLoss {tmp_path / 'copy.py'}:BestLoss"
-    argv = make_flags(write_corpus(tmp_path), tmp_path / "run", f"--train-iters 1 --eval-iters 0 --no-prove {callbacks}")
+    flags = f"--train-iters 1 --eval-iters 0 --no-prove {callbacks}"
+    argv = make_flags(write_corpus(tmp_path), tmp_path / "run", flags)
     assert launch_script(1, argv, log) == [2]
     assert "BestLoss" in log.read_text() and "different names" in log.read_text()
