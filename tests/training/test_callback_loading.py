@@ -82,16 +82,17 @@ def test_error_of_import_names_line(tmp_path: Path) -> None:
 
 
 def test_repeated_flag_adds_and_file_takes_list(tmp_path: Path, file: Path) -> None:
-    base = ["--vocab-size", "64", "--data-path", "mock"]
-    value = f"{file}:First {file}:Second"
-    assert parse([*base, "--callback", f"{file}:First", "--callback", f"{file}:Second"]).run.callback == value
-    assert parse([*base, "--callback", f"{file}:First", f"{file}:Second"]).run.callback == value
-    (tmp_path / "run.yaml").write_text(f"callback: ['{file}:First', '{file}:Second']\n")
-    from_file = [*base, "--config", str(tmp_path / "run.yaml")]
-    assert parse(from_file).run.callback == value
-    assert parse([*from_file, "--callback", f"{file}:First"]).run.callback == f"{file}:First"
+    def parsed(*words: str) -> str | None:
+        return parse(["--vocab-size", "64", "--data-path", "mock", *words], world_size=1).run.callback
+
+    first, second = f"{file}:First", f"{file}:Second"
+    assert parsed("--callback", first, "--callback", second) == f"{first} {second}"
+    assert parsed("--callback", first, second) == f"{first} {second}"
+    (tmp_path / "run.yaml").write_text(f"callback: ['{first}', '{second}']\n")
+    assert parsed("--config", str(tmp_path / "run.yaml")) == f"{first} {second}"
+    assert parsed("--config", str(tmp_path / "run.yaml"), "--callback", first) == first
     with pytest.raises(ConfigError, match="Missing"):
-        parse([*base, "--callback", f"{file}:Missing"])
+        parsed("--callback", f"{file}:Missing")
 
 
 def test_callback_joins_run_and_resumes_with_state(tmp_path: Path) -> None:
