@@ -98,15 +98,16 @@ def test_repeated_flag_adds_and_file_takes_list(tmp_path: Path, file: Path) -> N
 def test_callback_joins_run_and_resumes_with_state(tmp_path: Path) -> None:
     prefix, folder, log = write_corpus(tmp_path), tmp_path / "run", tmp_path / "log"
     (tmp_path / "counter.py").write_text(COUNTER)
-    value = f"{EXAMPLE}:BestLoss {tmp_path / 'counter.py'}:LogCounter"
+    value = f"{EXAMPLE}:WeightNorm {EXAMPLE}:BestLoss {tmp_path / 'counter.py'}:LogCounter"
     argv = make_flags(prefix, folder, f"--train-iters 4 --eval-iters 0 --no-prove --callback {value}")
     assert launch_script(1, [*argv, "--exit-interval", "2"], log) == [75], log.read_text()
     assert json.loads((folder / "config.json").read_text())["run"]["callback"] == value
     assert launch_script(1, [*argv, "--load", str(folder)], log) == [0], log.read_text()
-    rows = read_metrics(folder / "metrics.jsonl")
-    losses = [row["loss"] for row in rows if "log_count" in row]
-    assert [row["log_count"] for row in rows if "log_count" in row] == [1, 2, 3, 4]  # the state of step 2 was restored
-    assert [row["best_loss"] for row in rows if "log_count" in row] == [min(losses[:n]) for n in (1, 2, 3, 4)]
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if "log_count" in row]
+    losses = [row["loss"] for row in rows]
+    assert [row["log_count"] for row in rows] == [1, 2, 3, 4]  # the state of step 2 was restored
+    assert [row["best_loss"] for row in rows] == [min(losses[:n]) for n in (1, 2, 3, 4)]
+    assert all(0 < row["weight_norm"] < 1000 for row in rows)
 
 
 def test_two_states_of_one_name_are_rejected(tmp_path: Path) -> None:
