@@ -270,6 +270,8 @@ def describe_state(run: RunFolder) -> tuple[str, ...]:
     limit, is_reached = _sample_limit(run, train)
     if limit is not None:
         return ("finished",) if is_reached else ("at sample {} of {}", f"{train[-1]['samples']:,}", f"{limit:,.0f}")
+    # A run that was stopped between two logged steps has saved a later step.
+    step = max([step, *(record["step"] for record in run.records_of_type("save") if "failed" not in record)])
     if total is None or step >= total:
         return ("finished",) if total is not None else ("at step {}", f"{step:,}")
     return "at step {} of {}", f"{step:,}", f"{total:,.0f}"

@@ -239,7 +239,9 @@ def _store_value(scanned: Scan, option: Option, flag: str, value: Any, spelling:
             scanned.problems.append(
                 f"only one number format may be set, got {scanned.spelling['dtype']} and {spelling}. Remove one of them"
             )
-        if flag not in scanned.repeated:
+        if option.repeats:
+            value, spelling = f"{scanned.values[option.name]} {value}", f"{scanned.spelling[option.name]} {spelling}"
+        elif flag not in scanned.repeated:
             scanned.repeated.append(flag)
     scanned.values[option.name] = value
     scanned.spelling[option.name] = spelling

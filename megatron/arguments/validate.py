@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron.arguments import fp8_checks, run_checks, seq_length_checks, unused_flags
 from megatron.config import decoder, run_length
+from megatron.config.callback_files import callback_problems
 from megatron.config.config import Config
 from megatron.config.experts import expert_rank_problems
 from megatron.config.layer_types import has_attention
@@ -364,6 +365,8 @@ def _cross_problems(config: Config) -> Iterator[str]:
     yield from _activation_problems(config)
     if not (config.run.dry_run or config.run.prove_only):  # neither reads data
         yield from config.data.missing_files(reads_span_files=config.family_config.READS_SPAN_FILES)
+    if not config.run.prove_only:  # which calls no callback
+        yield from callback_problems(config.run.callback)
     if config.run.check_paths and not config.run.dry_run:
         yield "--check-paths has no effect without --dry-run, because a run always checks its paths. Remove it"
     precision = config.precision

@@ -39,6 +39,7 @@ class Option:
     alone: str | None = None  # value if no value follows the flag
     read: Callable[[str], Any] | None = None  # converts text to the value, if the type itself cannot
     join: Callable[[Sequence[str]], str] | None = None  # joins all words up to the next flag into one text
+    repeats: bool = False  # with ``join``: a repeated flag adds its words to those before, instead of replacing them
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other trainers' words -> the choice
     short: str = ""  # line in --help; flags without it are listed in --help-all only
 

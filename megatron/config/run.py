@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -54,6 +55,14 @@ class RunConfig:
         None,
         "YAML, TOML or JSON file whose keys are flags; the config.json of a run folder repeats that run",
         short="YAML, TOML or JSON file with flags",
+    )
+    callback: str | None = option(
+        None,
+        "callbacks of your own as FILE.py:Class, separated by spaces or with the flag repeated: subclasses of "
+        "megatron.training.Callback, constructed without arguments; their states are saved and resumed",
+        join=shlex.join,
+        repeats=True,
+        shown_default="none",
     )
     strict_flags: bool = option(
         False, "reject ignored flags and keys of other trainers instead of listing them in the start table"

@@ -87,6 +87,7 @@ def parse_args(description: str, argv: Sequence[str] | None = None) -> argparse.
     add("--top-k", type=int, metavar="K", help="sample from the K most likely tokens (all)")
     add("--top-p", type=float, metavar="P", help="sample from the most likely tokens that together reach P (1.0: all)")
     add("--seed", type=int, help="seed of the sampling (0)")
+    add("--num-samples", type=int, metavar="N", help="different answers per prompt, with sampling (1)")
     add("--batch-size", type=int, metavar="N", help="prompts per forward pass (8)")
     add_bos_option(parser)
     add("--mode", choices=("R", "X", "S"), help="denoiser of a T5 trained with several --denoisers (first)")
@@ -143,7 +144,12 @@ def _input_problems(args: argparse.Namespace) -> Iterator[str]:
     if args.field is not None and (args.input is None or args.input.suffix != ".jsonl"):
         yield f"--field needs --input FILE.jsonl, got --input {args.input}"
     if not (args.prompt or args.input):
-        batch_flags = {"--json": args.json, "--output": args.output, "--batch-size": args.batch_size}
+        batch_flags = {
+            "--json": args.json,
+            "--output": args.output,
+            "--batch-size": args.batch_size,
+            "--num-samples": args.num_samples,
+        }
         used_flags = [flag for flag, value in batch_flags.items() if value]
         if used_flags:
             yield f"{', '.join(used_flags)} cannot be used without --prompt or --input. Add one of them"
@@ -163,7 +169,17 @@ def _number_problems(args: argparse.Namespace) -> Iterator[str]:
         yield f"--greedy cannot be used with {', '.join(used_flags)}. Leave one of them out"
     if args.seed is not None and not used_flags:
         yield "--seed has no effect without --temperature, --top-k or --top-p. Add one of them, or leave --seed out"
-    counts = {"--max-new-tokens": args.max_new_tokens, "--top-k": args.top_k, "--batch-size": args.batch_size}
+    if args.num_samples not in (None, 1) and not used_flags:
+        yield (
+            f"--num-samples {args.num_samples} needs --temperature, --top-k or --top-p: without sampling, all answers "
+            "to a prompt are equal. Add one of them, or leave --num-samples out"
+        )
+    counts = {
+        "--max-new-tokens": args.max_new_tokens,
+        "--top-k": args.top_k,
+        "--batch-size": args.batch_size,
+        "--num-samples": args.num_samples,
+    }
     for flag, value in counts.items():
         if value is not None and value < 1:
             yield f"{flag} must be at least 1, got {value}"
@@ -200,15 +216,20 @@ def _is_stdin_null() -> bool:
 
 
 def read_prompts(args: argparse.Namespace) -> list[str] | None:
-    """Return the prompts, or None for interactive use.
+    """Return the prompts, each --num-samples times, or None for interactive use.
+
+    The answers to equal prompts differ: the random numbers depend on the number of equal prompts before a prompt.
 
     Raises:
         DataError: the file cannot be read, or a line is not a prompt. The message names the file and the line.
     """
-    if args.prompt:
-        return args.prompt
-    if args.input is None:
+    if not (args.prompt or args.input):
         return None
+    prompts = args.prompt or _read_input(args)
+    return [prompt for prompt in prompts for _ in range(args.num_samples or 1)]
+
+
+def _read_input(args: argparse.Namespace) -> list[str]:
     try:
         lines = args.input.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:

@@ -145,6 +145,10 @@ RULES = (
         "other kernels round differently from the next step on",
     ),
     Rule(
+        "--callback", ("run.callback",), WARNED,
+        "each callback continues with its own state; the next save drops the state of a callback that is not named",
+    ),
+    Rule(
         "versions of torch, threads, CPU or GPU", (), WARNED,
         "bitwise identity with an uninterrupted run is not guaranteed (machine_properties)",
     ),

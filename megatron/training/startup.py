@@ -67,7 +67,8 @@ def pretrain(
         family: "gpt2", "t5", "llama", "mpt" or "bert"; decides which flags exist. For your own model, choose the
             family it resembles.
         accepts_model: ``--model`` may select a decoder of another family; for providers that can build all of them.
-        callbacks: the script's ``megatron.training.Callback`` objects, constructed identically on every rank.
+        callbacks: the script's ``megatron.training.Callback`` objects, constructed identically on every rank. Those of
+            ``--callback`` are called after them.
     """
     rank_problems = set_rank_environment(os.environ)  # must precede every read of RANK
     start_time = float(os.environ.get("MEGATRON_STARTED") or time.monotonic())  # first start of the job on this host
@@ -131,8 +132,10 @@ def pretrain(
         import megatron.training.setup  # noqa: F401 - import DeepSpeed before ranks wait for each other
         from megatron import device
         from megatron.training import initialize
+        from megatron.training.callback_loading import load_callbacks
         from megatron.training.proof.start import start_layout_check
 
+        all_callbacks = [*callbacks, *load_callbacks(config.run.callback)]
         layout_check = start_layout_check(config, world_size, device_type, *providers)
         world = initialize.start(config, lambda: stop.signal_name)
         rank_name = world.name
@@ -143,7 +146,7 @@ def pretrain(
         config = resolve_dtype(config, device.default_precision(world.device_type))
 
         # Data, model, engine, trainer.
-        run(config, world, *providers, run_name(config.family), stop, callbacks, layout_check)
+        run(config, world, *providers, run_name(config.family), stop, all_callbacks, layout_check)
         initialize.stop()
         rank_status.write_state("")
 
@@ -169,7 +172,7 @@ def run(
     Args:
         name: name for a new run folder, ``runs/<name>-<time>``.
         stop: requests to stop early, from signals or limits.
-        callbacks: the script's callbacks.
+        callbacks: the callbacks of the script and of ``--callback``.
         layout_check: layout check that was started before the process groups; None: no check.
     """
     # Imported here so that --help and --dry-run need neither torch nor DeepSpeed.

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from megatron import log
 from megatron.config import Config
-from megatron.errors import NumericsError, StopRequest
+from megatron.errors import ConfigError, NumericsError, StopRequest
 from megatron.optim.lr_scheduler import set_learning_rates
 from megatron.optim.param_rates import RateTable
 from megatron.optim.weight_decay import set_weight_decay
@@ -171,6 +171,12 @@ class Trainer:
         self.callbacks = [cb for cb in callbacks if cb.on_all_ranks or world.rank == 0]
         for callback in self.callbacks:
             callback.trainer = self
+        names = [cb.name for cb in self.callbacks if type(cb).state_dict is not Callback.state_dict]
+        if repeated := [name for name, count in Counter(names).items() if count > 1]:
+            raise ConfigError(
+                "callbacks with a state must have different names, which identify the states in checkpoints; got "
+                f"several called {', '.join(repeated)}. Rename the class, or override its property name"
+            )
         self._callbacks_by_hook = {hook: [cb for cb in self.callbacks if _overrides(cb, hook)] for hook in HOOKS}
         if self._callbacks_by_hook["on_before_update"]:
             self._check_loss = engine.on_loss  # ``_before_update`` calls the engine's check after the hooks

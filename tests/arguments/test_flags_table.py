@@ -407,6 +407,9 @@ def sample_value(option, folder: Path, family: str = "gpt2") -> str:
     if option.name == "pipeline_schedule_file":
         (folder / "order.csv").write_text("0F0,0B0\n1F0,1B0\n")
         return str(folder / "order.csv")
+    if option.name == "callback":
+        (folder / "callbacks.py").write_text("class Named: ...\n")
+        return f"{folder / 'callbacks.py'}:Named"
     if option.name in FILE_OPTIONS:
         (folder / "file.json").write_text("{}")
         return str(folder / "file.json")

@@ -332,7 +332,8 @@ NEVER_SHADOWED = set(
     save load resume no_save_optim keep_last
     sample_prompts wandb_project swanlab_project mlflow_tracking_uri metrics_port
     seed deterministic log_interval exit_interval kill_switch_path exit_duration_in_mins tensorboard_dir
-    deepspeed_config config strict_flags ignore_unknown_flags verbose_deepspeed dry_run prove_only progress local_rank
+    deepspeed_config config callback strict_flags ignore_unknown_flags verbose_deepspeed dry_run prove_only progress
+    local_rank
     """.split()
 )
 """Fields with an effect next to every value of the others, or whose contradictions are errors of another kind.

@@ -221,6 +221,7 @@ READING_MODULES = {
     "exit_interval": "training/startup.py",
     "exit_duration_in_mins": "training/startup.py",
     "kill_switch_path": "training/startup.py",
+    "callback": "training/startup.py",
     "strict_flags": "arguments/parser.py",
     "ignore_unknown_flags": "config/run.py",
     "train_tokens_lr_unit": "arguments/translate.py",

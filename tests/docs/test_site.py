@@ -82,6 +82,9 @@ def test_site_builds_without_warnings_or_remote_resources(tmp_path: Path) -> Non
     )
     assert 'href="zh/pipelines.html">中文' in english and 'href="../pipelines.html">English' in chinese
     assert '<html lang="zh"' in chinese
+    assert 'src="assets/iframe-worker.js"' in english and 'src="../assets/iframe-worker.js"' in chinese
+    index = (tmp_path / "site" / "search" / "search_index.js").read_text(encoding="utf-8")
+    assert "Zero bubble" in index or "zero-bubble" in index, "the search from disk has no index"
     assert 'href="assets/site.css"' in english, "without it wide tables lose their last columns"
     fetched = re.findall(r'<(?:link|script|img)[^>]*(?:href|src)="(https?:[^"]*)"', english + chinese)
     assert not fetched

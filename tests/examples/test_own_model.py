@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import inspect
 import os
 import re
 import runpy
@@ -21,6 +22,7 @@ from megatron.runtime import rendezvous
 from megatron.training import initialize
 from megatron.training.callbacks.metrics_writer import read_metrics
 from megatron.training.parity import Trace, compare, trace_steps
+from megatron.training.trainer import HOOKS, Callback
 from tests.helpers.harness import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +51,13 @@ def test_documented_blocks_are_in_example_in_order() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), flags=re.M | re.S)
     positions = [script.find(f"\n\n{block}") for block in blocks]
     assert len(positions) >= 4 and -1 not in positions and positions == sorted(positions)
+
+
+@pytest.mark.parametrize("page", [PAGE, ROOT / "docs" / "zh" / "own_model.md"], ids=["english", "chinese"])
+def test_hook_table_lists_every_hook_with_its_arguments(page: Path) -> None:
+    rows = re.findall(r"^\| `(\w+)\((.*?)\)` \|", page.read_text(encoding="utf-8"), flags=re.M)
+    hooks = {name: ", ".join([*inspect.signature(getattr(Callback, name)).parameters][1:]) for name in HOOKS}
+    assert dict(rows) == hooks
 
 
 def trace_rank(rank: int, layout: str, world_size: int) -> Trace:

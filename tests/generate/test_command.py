@@ -241,6 +241,14 @@ def test_pipeline_timeout_allows_slow_input(monkeypatch: pytest.MonkeyPatch) -> 
     assert configs[0].parallel.pipe_parallel_size == 2
 
 
+def test_samples_of_a_prompt_are_its_repetitions(run_dir_of: RunDirOf) -> None:
+    base = ["--load", run_dir_of("gpt2"), "--json", "--device", "cpu", "--max-new-tokens", 8, "--temperature", "1.5"]
+    samples = run_tool([*base, "--prompt", PROMPTS[0], "--num-samples", "2"])
+    assert samples == run_tool([*base, "--prompt", PROMPTS[0], "--prompt", PROMPTS[0]])
+    first, second = parse_answers(samples)
+    assert first["prompt"] == second["prompt"] and first["text"] != second["text"]
+
+
 @pytest.mark.parametrize(("rank", "is_rejected"), [("0", True), ("1", False)])
 def test_stdin_rank_requires_input(rank: str, is_rejected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -262,6 +270,9 @@ def test_stdin_rank_requires_input(rank: str, is_rejected: bool, monkeypatch: py
         (["--greedy", "--top-k", "2"], "--greedy cannot be used with --top-k"),
         (["--seed", "2"], "--seed has no effect without --temperature"),
         (["--prompt", "a", "--max-new-tokens", "0", "--top-k", "0"], "--max-new-tokens .* got 0\n--top-k .* got 0"),
+        (["--prompt", "a", "--num-samples", "2"], "--num-samples 2 needs --temperature"),
+        (["--prompt", "a", "--num-samples", "0", "--top-k", "1"], "--num-samples must be at least 1, got 0"),
+        (["--num-samples", "2", "--top-k", "1"], "--num-samples cannot be used without --prompt or --input"),
         (["--temperature", "0"], "above 0, got 0.0. For 0 use --greedy"),
         (["--temperature", "nan"], "above 0, got nan"),
         (["--top-p", "1.5"], "at most 1, got 1.5"),

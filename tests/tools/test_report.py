@@ -176,6 +176,15 @@ def test_incomplete_runs_have_pages(name: str, tmp_path: Path) -> None:
         assert dict(zip(RUN_COLUMNS[1:], summary_cells(run), strict=True))["time"] == "0:30"
 
 
+def test_run_state_includes_last_checkpoint(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()[:30]
+    saves = [json.dumps({"kind": "save", "step": 35}), json.dumps({"kind": "save", "step": 37, "failed": "disk full"})]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, *saves, ""]))
+    text, *values = describe_state(read_run(folder, "run"))
+    assert text.format(*values) == "at step 35 of 60"
+
+
 @pytest.mark.parametrize(
     ("limits", "expected"),
     [

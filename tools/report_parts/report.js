@@ -227,7 +227,9 @@ class Chart {
     ctx.textAlign = "center";
     ctx.textBaseline = "top";
     for (const x of ticks(x0, x1, Math.max(width / 75, 2))) {
-      ctx.fillText(withUnit(x, SI, 3), this.toX(x), height - EDGE.bottom + 6);
+      const label = withUnit(x, SI, 3), half = ctx.measureText(label).width / 2;
+      const left = Math.max(this.toX(x), EDGE.left + half - 3);  // the first label must not touch the axis' name
+      ctx.fillText(label, Math.min(left, width - half), height - EDGE.bottom + 6);
     }
     const axis = this.axis();
     ctx.textAlign = "right";

@@ -1,0 +1,73 @@
+"""Callbacks of ``--callback``: import the user's files and construct the classes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from megatron.config.callback_files import CallbackSpec, parse_callbacks
+from megatron.errors import ConfigError
+from megatron.training.trainer import Callback
+
+
+def load_callbacks(text: str | None) -> list[Callback]:
+    """Construct the callbacks of ``--callback`` in the order of its values. Each file is imported once.
+
+    Args:
+        text: value of the flag, which has passed ``callback_problems``.
+
+    Raises:
+        ConfigError: a file raises an error, or a class is not a ``Callback`` that can be constructed without arguments.
+    """
+    modules: dict[Path, ModuleType] = {}
+    callbacks = []
+    for spec in parse_callbacks(text):
+        path = Path(spec.path).resolve()
+        if path not in modules:
+            modules[path] = _import_file(spec, path, f"megatron_callback_file_{len(modules)}_{path.stem}")
+        callbacks.append(_construct(spec, modules[path]))
+    return callbacks
+
+
+def _import_file(spec: CallbackSpec, path: Path, name: str) -> ModuleType:
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    assert module_spec is not None and module_spec.loader is not None  # the path ends in .py
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module  # dataclasses and pickle look up a class's module
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(
+            f"--callback {spec}: importing the file failed: {_describe(error, path)}. Correct the file, or put the "
+            "folder of a module that it imports on PYTHONPATH"
+        ) from error
+    return module
+
+
+def _construct(spec: CallbackSpec, module: ModuleType) -> Callback:
+    callback_class = getattr(module, spec.class_name, None)
+    if callback_class is None:
+        raise ConfigError(f"--callback must name a class of the file, got {spec}, which the file does not define")
+    if not (isinstance(callback_class, type) and issubclass(callback_class, Callback)):
+        noun = "class" if isinstance(callback_class, type) else type(callback_class).__name__
+        raise ConfigError(
+            f"--callback must name a subclass of megatron.training.Callback, got {spec}, a {noun}. Write "
+            f"class {spec.class_name}(Callback) after: from megatron.training import Callback"
+        )
+    try:
+        return callback_class()
+    except Exception as error:
+        raise ConfigError(
+            f"--callback {spec}: {spec.class_name}() failed: {_describe(error, Path(module.__file__ or ''))}. The "
+            "constructor is called without arguments"
+        ) from error
+
+
+def _describe(error: Exception, path: Path) -> str:
+    """Describe ``error`` with the last line of ``path`` that it passed through."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
+    return f"{type(error).__name__}: {error}" + (f" ({path.name}:{lines[-1]})" if lines else "")
