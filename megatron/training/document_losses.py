@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -106,28 +106,31 @@ class DocumentLossWriter:
     Args:
         corpora: names of the corpora, in the order of their indices.
         dtype: dtype of the losses in the file: float32 has fewer digits than float64.
-        last_step: step that the run resumes after; records of later steps are dropped. None: all records are kept.
     """
 
-    def __init__(
-        self, folder: Path, corpora: Sequence[str], max_bytes: int, dtype: np.dtype, last_step: int | None
-    ) -> None:
+    def __init__(self, folder: Path, corpora: Sequence[str], max_bytes: int, dtype: np.dtype[Any]) -> None:
         self.path, self.previous = folder / FILE_NAME, folder / PREVIOUS_NAME
         self._corpora, self._max_file_bytes, self._dtype = list(corpora), max_bytes // 2, dtype
-        self._open(last_step)
+        for path in (self.previous, self.path):  # an earlier start may have had a larger limit
+            _drop_oldest(path, self._max_file_bytes)
 
-    def _open(self, last_step: int | None) -> None:
-        for path in (self.previous, self.path):
-            _truncate(path, last_step, self._max_file_bytes)
-        self._file = open(self.path, "ab")  # noqa: SIM115 - kept open for the run, closed in close()
+    def write(self, steps: Mapping[int, DocumentSums]) -> None:
+        """Append the documents of ``steps``, in ascending steps."""
+        for step in sorted(steps):
+            line = self._line(step, steps[step])
+            if len(line) > self._max_file_bytes:
+                log.warn_once(
+                    f"--log-document-losses: the documents of a step take {len(line) / MIB:.2f} MiB, more than half of "
+                    f"the limit of {2 * self._max_file_bytes / MIB:g} MiB. Such steps are not recorded. Raise the "
+                    f"limit to at least {-(-2 * len(line) // MIB)}"
+                )
+                continue
+            if self.path.exists() and self.path.stat().st_size + len(line) > self._max_file_bytes:
+                os.replace(self.path, self.previous)
+            with open(self.path, "ab") as file:
+                file.write(line)
 
-    def truncate_to_step(self, step: int) -> None:
-        """Drop the records after ``step``, because those steps are repeated."""
-        self._file.close()
-        self._open(step)
-
-    def write(self, step: int, sums: DocumentSums) -> None:
-        """Append the documents of a step."""
+    def _line(self, step: int, sums: DocumentSums) -> bytes:
         means = (sums.losses / sums.tokens).astype(self._dtype)
         corpora = {}
         for corpus_idx in np.unique(sums.corpora).tolist():
@@ -137,48 +140,35 @@ class DocumentLossWriter:
                 "tokens": sums.tokens[rows].astype(np.int64),
                 "losses": means[rows],
             }
-        line = orjson.dumps({"step": step, "corpora": corpora}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
-        if len(line) > self._max_file_bytes:
-            log.warn_once(
-                f"--log-document-losses: the documents of a step need {len(line) / MIB:.1f} MiB, more than half of the "
-                f"limit of {2 * self._max_file_bytes / MIB:g} MiB. Such steps are not recorded. Raise the limit to "
-                f"{-(-2 * len(line) // MIB)}"
-            )
-            return
-        if self._file.tell() + len(line) > self._max_file_bytes:
-            self._file.close()
-            os.replace(self.path, self.previous)
-            self._file = open(self.path, "ab")  # noqa: SIM115
-        self._file.write(line)
-
-    def flush(self) -> None:
-        """Write buffered lines to the file."""
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
+        return orjson.dumps({"step": step, "corpora": corpora}, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n"
 
 
-def _truncate(path: Path, last_step: int | None, max_bytes: int) -> None:
-    """Keep the complete lines up to ``last_step`` (None: all), the newest ones that fit into ``max_bytes``."""
-    if not path.exists():
-        return
-    start, stop = 0, 0
-    ends = []
-    with open(path, "rb") as file:
-        for line in file:
-            match = _STEP.match(line)
-            if match is None or not line.endswith(b"\n") or (last_step is not None and int(match[1]) > last_step):
-                break
-            stop += len(line)
-            ends.append(stop)
-    if stop > max_bytes:
-        start = next(end for end in ends if stop - end <= max_bytes)
+def drop_later_steps(folder: Path, step: int) -> None:
+    """Drop the lines after ``step``, because a start or a rollback repeats those steps, and lines truncated by a kill.
+
+    The files may have been written by an earlier start that had the flag.
+    """
+    for path in (folder / PREVIOUS_NAME, folder / FILE_NAME):
+        if not path.exists():
+            continue
+        num_bytes = 0
         with open(path, "rb") as file:
-            file.seek(start)
-            files.replace_bytes(path, file.read(stop - start))
-    else:
-        os.truncate(path, stop)
+            for line in file:
+                match = _STEP.match(line)
+                if match is None or int(match[1]) > step or not line.endswith(b"\n"):
+                    break
+                num_bytes += len(line)
+        os.truncate(path, num_bytes)
+
+
+def _drop_oldest(path: Path, max_bytes: int) -> None:
+    """Retain the newest lines that fit into ``max_bytes``."""
+    if not path.exists() or path.stat().st_size <= max_bytes:
+        return
+    with open(path, "rb") as file:
+        file.seek(-max_bytes - 1, os.SEEK_END)
+        file.readline()  # the remainder of a line, or of the line before
+        files.replace_bytes(path, file.read())
 
 
 class DocumentLoss(NamedTuple):
@@ -215,7 +205,7 @@ def _as_float(loss: float | None) -> float:
     return float("nan") if loss is None else loss
 
 
-def _read_lines(folder: Path) -> Iterator[tuple[int, dict[str, dict[str, list]]]]:
+def _read_lines(folder: Path) -> Iterator[tuple[int, dict[str, dict[str, list[Any]]]]]:
     """Yield (step, lists by corpus) of each recorded step, without lines truncated by a kill."""
     for name in (PREVIOUS_NAME, FILE_NAME):
         if not (folder / name).exists():

@@ -460,12 +460,9 @@ def losses_of_other_replicas_are_not_recorded(original: Any) -> Any:
     return gather
 
 
-@mutant(
-    "megatron.training.document_losses:_truncate",
-    f"{DOCUMENT_LOSSES}::test_later_and_truncated_records_are_dropped",
-)
+@mutant("megatron.training.document_losses:drop_later_steps", f"{DOCUMENT_LOSSES}::test_resumed_run_repeats_no_step[]")
 def losses_of_repeated_steps_are_retained(original: Any) -> Any:
-    return lambda path, last_step, max_bytes: original(path, None, max_bytes)
+    return lambda folder, step: None
 
 
 @mutant(

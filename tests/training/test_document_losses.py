@@ -24,6 +24,7 @@ from megatron.training.document_losses import (
     DocumentLoss,
     DocumentLossWriter,
     DocumentSums,
+    drop_later_steps,
     merge,
     read_document,
     read_step,
@@ -240,8 +241,8 @@ def make_sums(step: int, num_documents: int = 4) -> DocumentSums:
     return merge([DocumentSums(documents, step + documents / 7.0, np.full(num_documents, 2.0))] * 2)
 
 
-def open_writer(folder: Path, max_bytes: int = 1 << 20, last_step: int | None = None) -> DocumentLossWriter:
-    return DocumentLossWriter(folder, ["web"], max_bytes, np.dtype(np.float64), last_step)
+def make_writer(folder: Path, max_bytes: int = 1 << 20) -> DocumentLossWriter:
+    return DocumentLossWriter(folder, ["web"], max_bytes, np.dtype(np.float64))
 
 
 def recorded_steps(folder: Path) -> list[int]:
@@ -249,53 +250,49 @@ def recorded_steps(folder: Path) -> list[int]:
 
 
 def test_files_have_newest_steps_within_limit(tmp_path: Path) -> None:
-    writer = open_writer(tmp_path, max_bytes=2000)
-    for step in range(1, 101):
-        writer.write(step, make_sums(step))
-        writer.flush()
+    writer = make_writer(tmp_path, max_bytes=2000)
+    for step in range(1, 100, 2):
+        writer.write({step + 1: make_sums(step + 1), step: make_sums(step)})
         assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 2000
-    writer.close()
     steps = recorded_steps(tmp_path)
     assert steps == list(range(steps[0], 101)) and len(steps) > 6
     assert {path.name for path in tmp_path.iterdir()} == {FILE_NAME, PREVIOUS_NAME}
-    open_writer(tmp_path, max_bytes=800).close()
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 800
+    make_writer(tmp_path, max_bytes=800)
+    assert 0 < sum(path.stat().st_size for path in tmp_path.iterdir()) <= 800
     assert recorded_steps(tmp_path)[-1] == 100
+    for path in tmp_path.iterdir():
+        assert all(json.loads(line) for line in path.read_text().splitlines())
 
 
 def test_sums_of_same_document_are_added(tmp_path: Path) -> None:
-    writer = open_writer(tmp_path)
-    writer.write(5, make_sums(5))
-    writer.close()
+    make_writer(tmp_path).write({5: make_sums(5)})
     assert read_document(tmp_path, "web", 3) == {5: DocumentLoss((5 + 3 / 7) / 2, 4)}
     assert read_step(tmp_path, 5)["web", 9].tokens == 4 and not read_step(tmp_path, 4)
 
 
 def test_later_and_truncated_records_are_dropped(tmp_path: Path) -> None:
-    writer = open_writer(tmp_path, max_bytes=2000)
-    for step in range(1, 10):
-        writer.write(step, make_sums(step))
-    writer.close()
+    writer = make_writer(tmp_path, max_bytes=2000)
+    writer.write({step: make_sums(step) for step in range(1, 10)})
     with open(tmp_path / FILE_NAME, "ab") as file:
-        file.write(b'{"step":10,"corp')
+        file.write(b'{"step":9,"corp')
     assert recorded_steps(tmp_path)[-1] == 9
-    writer = open_writer(tmp_path, max_bytes=2000, last_step=7)
-    writer.write(8, make_sums(8))
-    writer.truncate_to_step(6)
-    writer.write(7, make_sums(70))
-    writer.close()
+    drop_later_steps(tmp_path, 9)
+    assert recorded_steps(tmp_path)[-1] == 9
+    assert (tmp_path / FILE_NAME).read_bytes().endswith(b"}\n")
+    drop_later_steps(tmp_path, 6)
+    writer.write({7: make_sums(70)})
     steps = recorded_steps(tmp_path)
     assert steps == list(range(steps[0], 8))
     assert read_document(tmp_path, "web", 3)[7].loss == (70 + 3 / 7) / 2
+    drop_later_steps(tmp_path, 0)
+    assert recorded_steps(tmp_path) == []
 
 
 def test_step_larger_than_half_of_limit_is_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    writer = open_writer(tmp_path, max_bytes=2 << 20)
-    writer.write(1, make_sums(1, num_documents=60_000))
-    writer.write(2, make_sums(2))
-    writer.close()
+    writer = make_writer(tmp_path, max_bytes=2 << 20)
+    writer.write({1: make_sums(1, num_documents=60_000), 2: make_sums(2)})
     assert recorded_steps(tmp_path) == [2]
-    assert "Raise the limit to" in capfd.readouterr().err
+    assert "Raise the limit to at least" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 
 from megatron.config import Config
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.sample_order import as_ordered
+from megatron.data.sample_order import Ordered, as_ordered
 from megatron.errors import ConfigError
 from megatron.models.common.token_losses import TokenLosses
 from megatron.mpu.context_parallel import local_positions
@@ -22,8 +22,8 @@ class DocumentLosses(Callback):
     """Records the mean loss and the number of tokens of each document in each step.
 
     The ranks that compute the loss sum the losses of their tokens by document, on the host. At logged steps, before a
-    save and at the end, rank 0 gathers the sums, adds those of the same document, and writes them. Hence a checkpoint's
-    steps are in the file, and a resumed run drops the later ones.
+    save and at the end, rank 0 gathers the sums, adds those of the same document, and writes them. Hence the steps of a
+    committed checkpoint are in the file. ``RunDescription`` drops the lines of steps that a start repeats.
     """
 
     def __init__(self, config: Config) -> None:
@@ -32,8 +32,8 @@ class DocumentLosses(Callback):
         self._token_losses = TokenLosses()
         self._pending: dict[int, DocumentSums] = {}
         self._num_pending_steps = 0
+        self._ordered: Ordered | None = None
         self._writer: DocumentLossWriter | None = None
-        self._is_started = False
 
     def on_train_start(self) -> None:
         """Attach to the model.
@@ -56,13 +56,6 @@ class DocumentLosses(Callback):
         module.token_losses = self._token_losses  # type: ignore[assignment]
 
     def on_step_start(self) -> None:
-        if not self._is_started:  # the checkpoint has been loaded
-            self._is_started = True
-            if self.trainer.world.rank == 0:
-                assert self._ordered is not None  # rank 0 reads data
-                folder, names = self.trainer.folder, list(self._ordered.parts)
-                last_step = self.trainer.resumed_step
-                self._writer = DocumentLossWriter(folder, names, self._max_bytes, self._dtype, last_step)
         self._token_losses.start_step()
 
     def on_after_update(self, result: StepResult) -> None:
@@ -92,22 +85,12 @@ class DocumentLosses(Callback):
 
     def on_load_end(self, step: int) -> None:
         self._pending, self._num_pending_steps = {}, 0
-        if self._writer is not None:
-            self._writer.truncate_to_step(step)
 
     def on_save(self) -> None:
         self._flush()
 
     def on_train_end(self) -> None:
         self._flush()
-        self._close()
-
-    def on_exception(self, error: BaseException) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
 
     def _flush(self) -> None:
         """Write the pending steps on rank 0. Collective."""
@@ -115,8 +98,11 @@ class DocumentLosses(Callback):
             return
         pending, self._pending, self._num_pending_steps = self._pending, {}, 0
         by_rank = self.trainer.world.grid.host.gather_objects_on_first(pending)
-        if by_rank is None or self._writer is None:
+        if by_rank is None:
             return
-        for step in sorted(set().union(*by_rank)):
-            self._writer.write(step, merge(sums[step] for sums in by_rank if step in sums))
-        self._writer.flush()
+        if self._writer is None:
+            assert self._ordered is not None  # rank 0 reads data
+            names = list(self._ordered.parts)
+            self._writer = DocumentLossWriter(self.trainer.folder, names, self._max_bytes, self._dtype)
+        steps: set[int] = set().union(*by_rank)
+        self._writer.write({step: merge(sums[step] for sums in by_rank if step in sums) for step in steps})
