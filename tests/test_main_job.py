@@ -86,6 +86,24 @@ def test_eval_only_reproduces_test_loss(work_dir: Path, main_job: subprocess.Com
     assert read_metrics(run / "metrics.jsonl")[: len(before)] == before
 
 
+@pytest.mark.slow  # the losses of every format: tests/training/test_text_runs.py
+def test_text_without_token_files_has_the_losses_of_token_files(work_dir: Path, tmp_path: Path) -> None:
+    corpus, texts = tmp_path / "corpus.jsonl", sorted((ROOT / "examples" / "corpus").glob("*/*.txt"))
+    corpus.write_text("".join(json.dumps({"text": text.read_text(encoding="utf-8")}) + "\n" for text in texts))
+    losses = []
+    for folder, data_path in ((tmp_path, corpus), (tmp_path / "files", work_dir / "texts")):
+        folder.mkdir(exist_ok=True)
+        result = run_script(folder, *EVALUATION_FLAGS, DATA_PATH=str(data_path), TRAIN_ITERS="2", CHECKPOINT_PATH="run")
+        assert result.returncode == 0, result.stderr
+        records = read_metrics(folder / "run" / "metrics.jsonl")
+        losses.append([(r["kind"], r["loss"]) for r in records if "loss" in r])
+    assert losses[0] == losses[1] and len(losses[0]) == 4
+    assert (tmp_path / "encoded-text").exists()
+    without_tokenizer = run_script(tmp_path, DATA_PATH=str(corpus), TOKENIZER="", CHECKPOINT_PATH="other")
+    assert without_tokenizer.returncode == 3
+    assert "needs a tokenizer" in without_tokenizer.stdout + without_tokenizer.stderr
+
+
 @pytest.mark.slow  # dry runs of the scripts: tests/test_run_script.py
 def test_dry_run_prints_plan_and_starts_no_job(work_dir: Path) -> None:
     result = run_script(work_dir, "--dry-run", GPUS_PER_NODE="8", pp_size="2", mp_size="2")

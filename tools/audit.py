@@ -6,7 +6,8 @@
     python tools/audit.py runs/gpt2-20260101-120000 --step 120 --positions
 
 The folder's config.json, sample_history.jsonl and newest checkpoint determine the order; the token files of the run are
-needed, logs are not. Documents count from 0, as in --exclude. Decoders only.
+needed, logs are not. Losses of documents are shown if the run recorded them (--log-document-losses). Documents count
+from 0, as in --exclude. Decoders only.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from megatron.training.audit import Audit, Reading
+    from megatron.training.document_losses import DocumentLoss
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -78,10 +80,11 @@ def document_lines(audit: Audit, flags: argparse.Namespace, console: Console) ->
                 f"document {document} of {audit.corpus_name(corpus_idx)}, {audit.num_tokens(corpus_idx, document)} "
                 f"tokens: read in {len(readings)} samples up to step {audit.last_step(flags.until)}"
             )
+            losses = audit.losses_of_document(corpus_idx, document)
             for reading in readings:
                 loss = audit.step_losses.get(reading.step)
                 loss_text = "" if loss is None else f", loss of the step {loss:.4f}"
-                yield f"  {format_reading(reading)}{loss_text}"
+                yield f"  {format_reading(reading)}{loss_text}{format_loss(losses.get(reading.step))}"
                 if flags.positions:
                     yield from chunk_lines(reading)
         if flags.text is not None and not documents:
@@ -90,6 +93,7 @@ def document_lines(audit: Audit, flags: argparse.Namespace, console: Console) ->
 
 def step_lines(audit: Audit, flags: argparse.Namespace) -> Iterator[str]:
     """Yield lines about the samples of one step."""
+    losses = audit.losses_of_step(flags.step)
     for sample, readings in audit.samples_of_step(flags.step):
         first = readings[0]
         yield f"step {flags.step}, sample {sample}: replica {first.reader.replica}, {format_ranks(first.reader.ranks)}"
@@ -97,6 +101,7 @@ def step_lines(audit: Audit, flags: argparse.Namespace) -> Iterator[str]:
             yield (
                 f"  {reading.corpus} document {reading.document}, tokens {reading.offset}-"
                 f"{reading.offset + reading.length - 1}, at {reading.position} of the sample"
+                f"{format_loss(losses.get((reading.corpus, reading.document)))}"
             )
         if flags.positions:
             yield from chunk_lines(first)
@@ -109,6 +114,11 @@ def format_reading(reading: Reading) -> str:
         f"at {reading.position} of the sample, replica {reading.reader.replica}, micro-batch "
         f"{reading.reader.micro_batch}, {format_ranks(reading.reader.ranks)}"
     )
+
+
+def format_loss(loss: DocumentLoss | None) -> str:
+    """Format the loss of a document in a step; "" if it is not recorded."""
+    return "" if loss is None else f", loss of the document {loss.loss:.4f} over {loss.tokens} tokens in the step"
 
 
 def chunk_lines(reading: Reading) -> Iterator[str]:

@@ -380,7 +380,7 @@ class _Reader:
                 raise ValueError(f"true or false, got {_describe_value(value)}")
             return value, option.constants[flag]
         if value is True and option.alone is not None:
-            return True, option.alone
+            return True, option.convert(option.alone, flag)[0]
         if isinstance(value, str):
             value = option.synonyms.get(value, value)
         if option.join is not None and not self.is_run_config:

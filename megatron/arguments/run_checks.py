@@ -78,6 +78,11 @@ def logging_problems(config: Config) -> Iterator[str]:
     flags = [_flag(name) for name in LOGGING_IN_TRAINING if name in config.explicit_fields]
     if flags and config.checkpoint.eval_only:
         yield f"{', '.join(flags)} applies to training only, got --eval-only. Remove one of them"
+    if logging_config.log_document_losses and (config.data.is_mock or config.data.is_script_data):
+        yield (
+            "--log-document-losses needs documents of token files or conversations, got --data-path "
+            f"{config.data.data_path}. Remove one of them"
+        )
     parallel = config.parallel
     split_by = {
         "--sequence-parallel": parallel.sequence_parallel,

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PROFILE_STEPS = "11-12"
 """Steps of --profile without a value, as in Megatron-LM."""
+DOCUMENT_LOSSES_MIB = 256
+"""MiB of --log-document-losses without a value."""
 TRACKERS = {
     "wandb_project": ("wandb", "wandb", ("wandb_exp_name", "wandb_save_dir", "wandb_entity")),
     "swanlab_project": ("swanlab", "swanlab", ("swanlab_mode",)),
@@ -23,7 +25,9 @@ TRACKERS = {
     "metrics_port": ("", "", ("metrics_host",)),
 }
 """Field that enables a tracker -> its package, its extra, and the fields that take effect with it only."""
-LOGGING_IN_TRAINING = ("log_layer_norms", "log_max_attention_logit", "profile", "eval_tasks")
+LOGGING_IN_TRAINING = (
+    "log_layer_norms", "log_document_losses", "log_max_attention_logit", "profile", "eval_tasks"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,15 @@ class LoggingConfig:
     """Optional metrics, and the profiler."""
 
     log_layer_norms: bool = option(False, "also log the gradient norm of each layer at the steps of --log-interval")
+    log_document_losses: int = option(
+        0,
+        "record the mean loss and the tokens of each document in each step in RUN/document_losses.jsonl, for "
+        f"tools/audit.py: the newest N MiB, {DOCUMENT_LOSSES_MIB} without a number; 0: off",
+        minimum=0,
+        alone=str(DOCUMENT_LOSSES_MIB),
+        family_kind="decoder",
+        elsewhere="it is supported in decoders only; remove it",
+    )
     sample_prompts: str | None = option(
         None,
         "prompts, each in quotes, that the model continues at the end of training, printed to the console; T5 "

@@ -9,6 +9,8 @@ The token files are in a cache folder whose name depends on the input files, the
 | ``encoder.lock`` | locked by the encoding process |
 | ``error.json`` | the last failure: its message, and an id that differs for every failure |
 
+If error.json cannot be written, because the disk is full, the encoder sends the message to the process that started it.
+
 Any rank on any host may start the encoder; the lock ensures that one of them runs. If the encoder is killed, another
 process starts a new one, which continues with the finished units.
 """
@@ -72,7 +74,11 @@ class TextSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderArguments:
-    """Arguments of the encoding process, passed as JSON."""
+    """Arguments of the encoding process, passed as JSON.
+
+    Args:
+        failure_descriptor: pipe for the message of a failure that cannot be written to error.json, as on a full disk.
+    """
 
     path: str
     prefix: str
@@ -81,6 +87,7 @@ class EncoderArguments:
     json_keys: Sequence[str]
     max_bad_lines: int
     num_workers: int
+    failure_descriptor: int
     parent_pid: int = field(default_factory=os.getpid)
 
 
@@ -142,6 +149,7 @@ class TextCorpus:
         self.folder = settings.cache_folder / f"{Path(path).name.split('.')[0]}-{key}"
         self.prefix = str(self.folder / "tokens")
         self._process: subprocess.Popen[bytes] | None = None
+        self._failure_pipe = -1
         self._num_killed = 0
         self._error_before = self._read_error()
 
@@ -210,6 +218,7 @@ class TextCorpus:
                 f"tools/preprocess_data.py --input {self.path} --tokenizer-path TOKENIZER --output-prefix data/corpus, "
                 "and train with --data-path data/corpus (docs/large_corpora.md)"
             )
+        self._failure_pipe, failure_descriptor = os.pipe()
         arguments = EncoderArguments(
             path=self.path,
             prefix=self.prefix,
@@ -218,15 +227,19 @@ class TextCorpus:
             json_keys=settings.json_keys,
             max_bad_lines=settings.max_bad_lines,
             num_workers=settings.num_workers,
+            failure_descriptor=failure_descriptor,
         )
         root = str(Path(__file__).resolve().parents[2])
         python_path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        return subprocess.Popen(
-            [sys.executable, "-m", "megatron.data.text_encoder", json.dumps(asdict(arguments))],
-            env={**os.environ, "PYTHONPATH": python_path},
-            stdin=subprocess.DEVNULL,
-            pass_fds=(lock_descriptor,),
-        )
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-m", "megatron.data.text_encoder", json.dumps(asdict(arguments))],
+                env={**os.environ, "PYTHONPATH": python_path},
+                stdin=subprocess.DEVNULL,
+                pass_fds=(lock_descriptor, failure_descriptor),
+            )
+        finally:
+            os.close(failure_descriptor)
 
     def _check_failure(self) -> None:
         """Raise DataError if an encoder has failed since this object was created."""
@@ -236,7 +249,9 @@ class TextCorpus:
             raise DataError(str(error.get("message")))
         if code is None:
             return
-        self._process = None
+        self._process, message = None, self._read_failure_pipe()
+        if message:
+            raise DataError(message)
         self._num_killed += code != 0
         if self._num_killed >= _MAX_KILLED:
             reason = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -249,6 +264,15 @@ class TextCorpus:
         with suppress(OSError, ValueError):
             return dict(json.loads((self.folder / "error.json").read_bytes()))
         return None
+
+    def _read_failure_pipe(self) -> str:
+        """Read the failure of the process that has ended, if it could not write error.json; "" otherwise."""
+        if self._failure_pipe < 0:
+            return ""
+        os.set_blocking(self._failure_pipe, False)  # a worker of a killed process may still hold the other end
+        with open(self._failure_pipe, "rb") as pipe:
+            self._failure_pipe = -1
+            return (pipe.read() or b"").decode("utf-8", "replace")
 
     def _describe_progress(self) -> str:
         """Describe the number of finished units, if known."""

@@ -21,6 +21,8 @@ from megatron.data.text_corpus import EncoderArguments
 from megatron.errors import exit_code
 from megatron.tokenizer.build import supports_gigatoken
 
+_PIPE_BYTES = 1 << 16
+"""Capacity of a pipe, up to which a write does not wait for the reader."""
 _NICENESS = 10
 """The encoder runs next to training; ranks on CPUs have precedence."""
 
@@ -81,9 +83,11 @@ def main() -> int:
     try:
         summary = encode(arguments)
     except Exception as error:
-        failure = {"id": uuid.uuid4().hex, "message": training_message(error, arguments)}
-        with suppress(OSError):  # the disk may be full; then the ranks report the exit code
-            files.replace_bytes(error_path, json.dumps(failure).encode())
+        message = training_message(error, arguments)
+        try:
+            files.replace_bytes(error_path, json.dumps({"id": uuid.uuid4().hex, "message": message}).encode())
+        except OSError:
+            os.write(arguments.failure_descriptor, message.encode()[:_PIPE_BYTES])
         return exit_code(error)
     log.info(
         f"{arguments.path}: encoded {summary.num_documents:,} documents, {summary.num_tokens:,} tokens in "

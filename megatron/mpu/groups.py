@@ -36,6 +36,13 @@ class Group:
             dist.all_gather_object(values, value, group=self.handle)
         return values
 
+    def gather_objects_on_first(self, value: Value) -> list[Value] | None:
+        """Gather every rank's ``value`` on the first rank, in rank order; None elsewhere. Pickled. Collective."""
+        values: list[Any] | None = [value] * self.size if self.rank == 0 else None
+        if self.size > 1:
+            dist.gather_object(value, values, dst=self.ranks[0], group=self.handle)
+        return values
+
     def broadcast_object(self, value: Value) -> Value:
         """Return the first rank's ``value`` on every rank. The value is pickled. Collective."""
         values = [value]

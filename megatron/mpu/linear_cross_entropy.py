@@ -73,6 +73,7 @@ def linear_cross_entropy(
     group: Group = SINGLE,
     z_loss: float = 0.0,
     has_kernels: bool = True,
+    losses: torch.Tensor | None = None,
 ) -> Any:
     """Sum ``weights * -log softmax(x table^T + bias)[targets]`` over all positions. Collective.
 
@@ -92,11 +93,13 @@ def linear_cross_entropy(
         bias    [v/t] or None
         targets [...] token ids below ``vocab_size``; any value if the weight is 0
         weights [...], 0 for ignored tokens
+        losses  [...], contiguous, in the dtype of the output
         output  a scalar in fp32 (fp64 for fp64)
 
     Args:
         chunk_tokens: tokens per chunk, the same on all ranks of the group.
         has_kernels: use the Triton kernels on CUDA if Triton is installed.
+        losses: receives the cross-entropy of each position, without weights, if given.
 
     Raises:
         RuntimeError: in a second backward, because the first one overwrites the gradients.
@@ -107,7 +110,7 @@ def linear_cross_entropy(
     wide_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     args = _LossArgs(
         targets.reshape(-1) - start, validate_targets(weights.detach().to(wide_dtype), targets, vocab_size).reshape(-1),
-        num_real, chunk_tokens, cap, group, z_loss,
+        num_real, chunk_tokens, cap, group, z_loss, None if losses is None else losses.view(-1),
         has_backward=torch.is_grad_enabled(),
         uses_kernels=uses_kernels(x, has_kernels),
     )  # fmt: skip
@@ -119,8 +122,8 @@ class _LossArgs:
     """Arguments of the loss.
 
     ``targets`` [n] are relative to the first token id in this rank's shard, whose table has ``num_real`` rows without
-    padding. ``weights`` are [n]. ``has_backward``: gradients are enabled. ``uses_kernels``: Triton kernels compute the
-    softmax.
+    padding. ``weights`` are [n]. ``losses`` [n] receives the loss of each token, if given. ``has_backward``: gradients
+    are enabled. ``uses_kernels``: Triton kernels compute the softmax.
     """
 
     targets: torch.Tensor
@@ -130,6 +133,7 @@ class _LossArgs:
     cap: float
     group: Group
     z_loss: float
+    losses: torch.Tensor | None
     has_backward: bool
     uses_kernels: bool
 
@@ -279,7 +283,10 @@ class _ChunkedLoss:
         weights, z_loss = self.args.weights[chunk.rows], self.args.z_loss
         max_logits, exp_sum, target_logits = _combine_statistics(chunk.gathered_stats)  # 3 x [c]
         log_z = exp_sum.log() + max_logits
-        self.total += ((log_z - target_logits) * weights).sum()
+        losses = log_z - target_logits
+        self.total += (losses * weights).sum()
+        if self.args.losses is not None:
+            self.args.losses[chunk.rows] = losses
         if z_loss:
             self.total_z_loss += (z_loss * log_z.square() * weights).sum()
         if self._needs_gradients():

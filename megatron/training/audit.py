@@ -23,6 +23,7 @@ from megatron.training import global_vars
 from megatron.training.callbacks.metrics_writer import METRICS, read_metrics
 from megatron.training.checkpoint_source import saved_checkpoints
 from megatron.training.data import num_samples_of_splits
+from megatron.training.document_losses import DocumentLoss, read_document, read_step
 from megatron.training.programs import decoder
 from megatron.training.sample_history import Reader, Stretch, read_stretches, reader_of
 from megatron.training.vocabulary import with_tokenizer
@@ -130,6 +131,16 @@ class Audit:
             if text in self.tokenizer.decode(tokens.tolist()):
                 documents.append(document)
         return documents
+
+    # Losses of documents.
+
+    def losses_of_document(self, corpus_idx: int, document: int) -> dict[int, DocumentLoss]:
+        """Return the losses of a document by step, for the steps that --log-document-losses recorded."""
+        return read_document(self.folder, self.corpus_name(corpus_idx), document)
+
+    def losses_of_step(self, step: int) -> dict[tuple[str, int], DocumentLoss]:
+        """Return the losses of a step by (corpus, document); empty if they are not recorded."""
+        return read_step(self.folder, step)
 
     # Steps and samples.
 

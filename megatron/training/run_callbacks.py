@@ -1,8 +1,8 @@
 """A run's callbacks: tables of (condition, class, arguments), in hook order.
 
-A run calls the checkpointer, ``debugging_callbacks``, ``step_callbacks``, the callbacks of the user's script and of
-``--callback``, and finally ``reporting_callbacks``, so that values which a user's callback adds to the metrics are
-written. A class is imported only if its condition holds.
+A run calls ``callbacks_before_save``, the checkpointer, ``debugging_callbacks``, ``step_callbacks``, the callbacks of the
+user's script and of ``--callback``, and finally ``reporting_callbacks``, so that values which a user's callback adds to
+the metrics are written. A class is imported only if its condition holds.
 """
 
 from __future__ import annotations
@@ -42,6 +42,12 @@ def make_callbacks(rows: Iterable[CallbackRow]) -> list[Callback]:
             callback_class = getattr(importlib.import_module(f"megatron.training.callbacks.{module}"), name)
             callbacks.append(callback_class(*row.get_args()))
     return callbacks
+
+
+def callbacks_before_save(config: Config) -> list[CallbackRow]:
+    """List callbacks whose ``on_save`` writes records that must be in the run folder before a checkpoint is."""
+    is_wanted = bool(config.logging.log_document_losses) and not config.checkpoint.eval_only
+    return [CallbackRow(is_wanted, "document_losses:DocumentLosses", lambda: (config,))]
 
 
 def debugging_callbacks(config: Config, world: World, engine: StepEngine, streams: DropoutStreams) -> list[CallbackRow]:

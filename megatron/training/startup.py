@@ -227,6 +227,7 @@ def run(
             reporting_callbacks = run_callbacks.reporting_callbacks(config, num_parameters)
             all_callbacks = [
                 *([layout_check] if layout_check is not None else []),
+                *run_callbacks.make_callbacks(run_callbacks.callbacks_before_save(config)),
                 Checkpointer(paths, getattr(tokenizer, "identity", None), getattr(tokenizer, "probe", None)),
                 *debuggers,
                 *run_callbacks.make_callbacks(step_callbacks),

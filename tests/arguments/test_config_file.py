@@ -29,6 +29,7 @@ hidden-bias: false
 data-path: [0.7, data/a, 0.3, data/b c]
 sample-prompts: [Once upon, a time]
 pipeline-trace: true
+log-document-losses: true
 seed: 7
 save:
 """
@@ -41,6 +42,7 @@ hidden-bias = false
 data-path = [0.7, "data/a", 0.3, "data/b c"]
 sample-prompts = ["Once upon", "a time"]
 pipeline-trace = true
+log-document-losses = true
 seed = 7
 [model]
 num-layers = 2
@@ -56,12 +58,15 @@ JSON = {
     "data-path": [0.7, "data/a", 0.3, "data/b c"],
     "sample-prompts": ["Once upon", "a time"],
     "pipeline-trace": True,
+    "log-document-losses": True,
     "seed": 7,
     "save": None,
 }
 EQUIVALENT_FLAGS = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 8 --lr 3e-4 --min-lr 0 --bf16 --seed 7 --pipeline-trace",
-    "--data-path 0.7 data/a 0.3".split() + ["data/b c"] + ["--sample-prompts", "Once upon", "a time"],
+    "--data-path 0.7 data/a 0.3".split()
+    + ["data/b c"]
+    + ["--sample-prompts", "Once upon", "a time", "--log-document-losses"],
 )
 PIPELINE_FLAGS = "--pipe-parallel-size 2 --dry-run"
 

@@ -275,6 +275,7 @@ SHADOWED = {
             "debug_dump": "--debug-dump x",
             "debug_nan": "--debug-nan",
             "log_layer_norms": "--log-layer-norms",
+            "log_document_losses": "--log-document-losses 9",
             "eval_tasks": f"--eval-tasks {__file__}",
             "profile": "--profile 1",
         }.items()

@@ -199,6 +199,7 @@ READING_MODULES = {
     "debug_dump_tensors": "training/callbacks/debugger.py",
     "debug_nan": "training/callbacks/debugger.py",
     "log_layer_norms": "training/run_callbacks.py",
+    "log_document_losses": "training/run_callbacks.py",
     "profile": "training/run_callbacks.py:profiled_steps()",
     "sample_prompts": "training/run_callbacks.py",
     "prompt_bos": "training/callbacks/text_samples.py",

@@ -25,6 +25,7 @@ MEGATRON_WINDOWS = "tests/data/megatron_order/test_windows.py"
 MEGATRON_BLENDS = "tests/data/megatron_order/test_blends.py"
 MEGATRON_RUNS = "tests/training/test_megatron_order.py"
 CORRUPTION = "tests/models/t5/test_corruption.py"
+DOCUMENT_LOSSES = "tests/training/test_document_losses.py"
 T5_SAMPLES = "tests/models/t5/test_t5_samples.py"
 
 SEGMENTS = f"{FIELDS}::test_segment_ids_separate_documents_regardless_of_tokens"
@@ -415,6 +416,53 @@ def excluded_documents_keep_their_loss(original: Any) -> Any:
         return original(*args, **kwargs)
 
     return fields
+
+
+@mutant(
+    "megatron.data.gpt_fields:gpt2_fields",
+    "tests/training/test_exclusion_runs.py::test_excluded_conversations_have_no_loss_and_no_influence",
+)
+def excluded_conversations_keep_their_loss(original: Any) -> Any:
+    def fields(*args: Any, excluded: Any = None, **kwargs: Any) -> Any:
+        is_conversation = kwargs.get("loss_mask") is not None
+        return original(*args, excluded=None if is_conversation else excluded, **kwargs)
+
+    return fields
+
+
+@mutant(
+    "megatron.training.document_losses:sum_by_document",
+    f"{DOCUMENT_LOSSES}::test_loss_belongs_to_document_of_predicted_token[]",
+)
+def loss_belongs_to_document_of_input_token(original: Any) -> Any:
+    return lambda ordered, samples, losses, weights, positions: original(
+        ordered, samples, losses, weights, positions - 1
+    )
+
+
+@mutant(
+    "megatron.training.callbacks.document_losses:local_positions",
+    f"{DOCUMENT_LOSSES}::test_layouts_equal_one_process[context 2-concat]",
+)
+def context_ranks_sum_the_first_tokens(original: Any) -> Any:
+    return lambda length, group: torch.arange(length)
+
+
+@mutant(
+    "megatron.mpu.groups:Group.gather_objects_on_first",
+    f"{DOCUMENT_LOSSES}::test_layouts_equal_one_process[data 2-concat]",
+)
+def losses_of_other_replicas_are_not_recorded(original: Any) -> Any:
+    def gather(self: Any, value: Any) -> Any:
+        values = original(self, value)
+        return None if values is None else [value]
+
+    return gather
+
+
+@mutant("megatron.training.document_losses:drop_later_steps", f"{DOCUMENT_LOSSES}::test_resumed_run_repeats_no_step[]")
+def losses_of_repeated_steps_are_retained(original: Any) -> Any:
+    return lambda folder, step: None
 
 
 @mutant(

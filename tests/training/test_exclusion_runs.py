@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from megatron import tokenizer
 from megatron.checkpoint.one_process import open_folder
 from megatron.data import IndexedDatasetBuilder, gpt2_fields
 from megatron.training.callbacks.metrics_writer import read_metrics
+from megatron.training.document_losses import read_step
+from tests.helpers.chats import CHATML, make_messages, write_conversations, write_tokenizer
 from tests.helpers.runs import TOKENIZER, make_flags, train_ranks
 
 FIRST_EXCLUDED_TOKEN = 900
@@ -109,3 +112,79 @@ def test_resumed_run_adds_list_and_requires_it_later(documents: Path, tmp_path: 
     plain = train(documents, tmp_path / "plain", "")
     resumed = read_steps(run)
     assert resumed[0] == plain[0] and resumed[1] != plain[1] and len(resumed) == 3
+
+
+# Conversations.
+
+SFT_EXCLUDED = (2, 3, 11, 17)
+SFT_FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 96 --batch-size 1 --gas 4 --lr 3e-3 "
+    f"--log-interval 1 --eval-iters 0 --device cpu --progress plain {FLAGS} --log-document-losses"
+)
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write two files of conversations with the same lengths in tokens; only the excluded conversations differ."""
+    folder = write_tokenizer(tmp_path_factory.mktemp("chats"), CHATML)
+    for name, word in (("a", "answer"), ("b", "anther")):
+        write_conversations(
+            folder / f"{name}.jsonl",
+            [
+                make_messages(f"question {n:02d}", f"the {word if n in SFT_EXCLUDED else 'answer'} {n:02d}")
+                for n in range(24)
+            ],
+        )
+    (folder / "ids.txt").write_text("2-3\n11\n17\n")
+    return folder
+
+
+def train_on_chats(
+    chats: Path, name: str, folder: Path, extra: str = "", num_ranks: int = 1, exit_code: int = 0
+) -> Any:
+    """Return the losses and norms of the steps, and the losses of the conversations in each step."""
+    argv = f"{SFT_FLAGS} --sft {chats / name}.jsonl --tokenizer-path {chats} --save {folder} {extra}".split()
+    assert train_ranks(num_ranks, argv)[0] == [exit_code] * num_ranks
+    return read_steps(folder), [read_step(folder, step) for step in (1, 2, 3)]
+
+
+def test_excluded_conversations_have_no_loss_and_no_influence(chats: Path, tmp_path: Path) -> None:
+    exclude = f"--exclude {chats / 'ids.txt'}"
+    plain, plain_losses = train_on_chats(chats, "a", tmp_path / "plain")
+    excluded, losses = train_on_chats(chats, "a", tmp_path / "excluded", exclude)
+    replaced, replaced_losses = train_on_chats(chats, "b", tmp_path / "replaced", exclude)
+    assert excluded != plain
+    assert excluded == replaced
+    assert [list(by_document.values()) for by_document in losses] == [
+        list(by_document.values()) for by_document in replaced_losses
+    ]
+    is_read = False
+    for step, (with_list, without_list) in enumerate(zip(losses, plain_losses, strict=True), 1):
+        excluded_keys = {key for key in without_list if key[1] in SFT_EXCLUDED}
+        is_read = is_read or bool(excluded_keys)
+        assert with_list.keys() == without_list.keys() - excluded_keys  # the order of the others does not change
+        if step == 1:  # with the initial weights
+            for key, loss in with_list.items():
+                assert loss.tokens == without_list[key].tokens and abs(loss.loss - without_list[key].loss) <= 1e-12
+    assert is_read
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["data 2", "context 2", "pipe 2 x tensor 2"])
+def test_excluded_conversations_in_layouts_and_after_resume(layout: str, chats: Path, tmp_path: Path) -> None:
+    num_ranks, flags = LAYOUTS[layout]
+    flags = flags.replace("--gas 1", "--gas 2")
+    exclude = f"--exclude {chats / 'ids.txt'}"
+    plain, _ = train_on_chats(chats, "a", tmp_path / "plain")
+    expected, _ = train_on_chats(chats, "a", tmp_path / "one", "--exit-interval 1", exit_code=75)
+    assert expected == plain[:1]
+    shutil.copytree(tmp_path / "one", tmp_path / "many")
+    expected, losses = train_on_chats(chats, "a", tmp_path / "one", f"{exclude} --load {tmp_path / 'one'}")
+    assert open_folder(tmp_path / "one").metadata["excluded_documents"]
+    assert expected[1:] != plain[1:]
+    resumed, resumed_losses = train_on_chats(
+        chats, "a", tmp_path / "many", f"{flags} {exclude} --load {tmp_path / 'many'}", num_ranks
+    )
+    assert np.allclose(resumed, expected, rtol=1e-9, atol=0)
+    for by_document, expected_by_document in zip(resumed_losses, losses, strict=True):
+        assert by_document.keys() == expected_by_document.keys()

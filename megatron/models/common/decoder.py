@@ -17,6 +17,7 @@ from megatron.models.common.mtp import MTPInput, MTPLayer, with_mtp_losses
 from megatron.models.common.norms import make_norm
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import Rule, gpt2_rule
+from megatron.models.common.token_losses import TokenLosses
 from megatron.models.common.transformer import Recompute, TransformerLayer, recompute_switches, run_layers
 from megatron.models.parts import DecoderLayers, ModelParts
 
@@ -41,6 +42,8 @@ class DecoderModel(nn.Module):
     """
 
     loss_weighting = "tokens"  # the loss function returns (sum, count)
+    token_losses: TokenLosses | None = None
+    """Records the token losses of training steps; None: they are not recorded."""
 
     def __init__(self, args: ModelArgs, parallel: ParallelContext | None = None) -> None:
         super().__init__()
@@ -70,7 +73,7 @@ class DecoderModel(nn.Module):
         logits = self._apply_head(x)
         if labels is None or loss_mask is None:
             return materialize_logits(logits)  # [s, b, v/t]
-        loss = model_loss(logits, labels, loss_mask, self.model_args, self.parallel)
+        loss = model_loss(logits, labels, loss_mask, self.model_args, self.parallel, self.token_losses)
         if self.mtp is None or not torch.is_grad_enabled():
             return loss
         positions = None if self.model_args.rotary is None else position_ids

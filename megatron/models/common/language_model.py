@@ -12,6 +12,7 @@ from megatron.config.loss_chunk import UNCHUNKED, tokens_per_chunk
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.norms import make_norm
 from megatron.models.common.parallel_context import ParallelContext
+from megatron.models.common.token_losses import TokenLosses
 from megatron.mpu.cross_entropy import validate_targets, vocab_parallel_cross_entropy
 from megatron.mpu.embedding_lookup import embedding_lookup
 from megatron.mpu.groups import Group
@@ -193,9 +194,13 @@ SumAndCount = tuple[torch.Tensor, torch.Tensor]
 
 
 def model_loss(
-    logits: Logits, labels: torch.Tensor, loss_mask: torch.Tensor, args: ModelArgs, parallel: ParallelContext
-) -> Any:
+    logits: Logits, labels: torch.Tensor, loss_mask: torch.Tensor, args: ModelArgs, parallel: ParallelContext,
+    token_losses: TokenLosses | None = None,
+) -> Any:  # fmt: skip
     """Return the sum of the unmasked token losses and the number of unmasked tokens. Collective.
+
+    Args:
+        token_losses: records the loss of each token; None: token losses are not recorded.
 
     Shapes:
         logits    [s, b, v/t], or ``LazyLogits``
@@ -214,19 +219,26 @@ def model_loss(
         vocab_size=args.vocab_size, divisible_by=args.make_vocab_size_divisible_by, group=parallel.group, z_loss=z_loss,
         has_kernels=parallel.streams.has_kernels,
     )  # fmt: skip
+    recorder = token_losses if token_losses is not None and token_losses.is_recording else None
+    micro_batch = parallel.streams.position.micro_batch
     if isinstance(logits, LazyLogits):
         weights = weights.to(torch.promote_types(logits.x.dtype, torch.float32))
+        losses = torch.empty_like(weights, memory_format=torch.contiguous_format) if recorder is not None else None
         total, count = (
             linear_cross_entropy(
                 logits.x, logits.weight, targets, weights,
-                bias=logits.bias, chunk_tokens=logits.chunk_tokens, cap=logits.softcap, **options,
+                bias=logits.bias, chunk_tokens=logits.chunk_tokens, cap=logits.softcap, losses=losses, **options,
             ),
             weights.sum(),
         )  # fmt: skip
+        if recorder is not None and losses is not None:
+            recorder.record(micro_batch, losses, weights)
         return _named_losses(total[0], total[1], count) if z_loss else (total, count)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     weights = validate_targets(weights.to(dtype), targets, args.vocab_size)
     losses, count = vocab_parallel_cross_entropy(logits, targets, **options), loss_mask.to(dtype).sum()
+    if recorder is not None:
+        recorder.record(micro_batch, losses[0] if z_loss else losses, weights)
     if z_loss:
         return _named_losses((losses[0] * weights).sum(), (losses[1] * weights).sum(), count)
     return (losses * weights).sum(), count  # losses, weights [s, b]

@@ -26,6 +26,7 @@ from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.mtp import MTPInput, MTPLayer, with_mtp_losses
 from megatron.models.common.norms import norm_class, norm_kwargs
 from megatron.models.common.parallel_context import ParallelContext
+from megatron.models.common.token_losses import TokenLosses
 from megatron.models.common.transformer import Recompute, TransformerLayer
 from megatron.mpu.layers import VocabParallelEmbedding
 from megatron.mpu.topology import Topology
@@ -402,6 +403,8 @@ class DecoderPipe(ModelPipe):
     """
 
     layer_classes = (TransformerLayerPipe,)
+    token_losses: TokenLosses | None = None
+    """Records the token losses of training steps, on the stage with the loss; None: they are not recorded."""
 
     def __init__(
         self,
@@ -449,7 +452,7 @@ class DecoderPipe(ModelPipe):
         return [name for name in self.model_args.extra_input_names if is_input[name]]
 
     def _loss(self, output: Logits | MTPInput, labels: tuple[torch.Tensor, torch.Tensor]) -> Any:
-        loss = model_loss(self._logits(output), labels[0], labels[1], self.model_args, self.parallel)
+        loss = model_loss(self._logits(output), labels[0], labels[1], self.model_args, self.parallel, self.token_losses)
         if isinstance(output, MTPInput) and torch.is_grad_enabled():
             loss = with_mtp_losses(
                 loss,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.training import run_record, sample_history, stages_file, start_table
+from megatron.training import document_losses, run_record, sample_history, stages_file, start_table
 from megatron.training.callbacks.speed_monitor import max_bytes_by_stage
 from megatron.training.trainer import Callback
 
@@ -35,6 +35,7 @@ class RunDescription(Callback):
             step, samples_consumed = trainer.progress.step, trainer.progress.samples_consumed
             topology = trainer.world.grid.topology
             sample_history.append(trainer.folder, trainer.config, topology, step, samples_consumed)
+            document_losses.drop_later_steps(trainer.folder, step)
 
     def on_train_start(self) -> None:
         trainer, config = self.trainer, self.trainer.config
