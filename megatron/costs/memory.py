@@ -81,6 +81,11 @@ class Zero:
     prefetches: bool = True
 
     @property
+    def shards_weights(self) -> bool:
+        """True if each replica keeps only shards of the weights."""
+        return self.stage == 3 and (self.replicas > 1 or self.offload_parameters)
+
+    @property
     def num_gathered_layers(self) -> int:
         """Maximum number of layers whose gathered weights ZeRO 3 holds at the same time."""
         return 2 if self.prefetches and self.replicas > 1 else 1
@@ -422,6 +427,12 @@ FP8_GPUS = frozenset(PEAK_TFLOPS) - {"A100", "V100", "MI300X"}
 """GPUs with products of e4m3 in ``torch._scaled_mm``. An MI300X has another FP8 format."""
 FP8_PEAK_RATIO = 2.0
 """Peak FLOP/s in FP8 over peak FLOP/s in 16 bits."""
+FP8_RATE_RATIO = 1.6
+"""Rate of products in FP8 over the rate in bf16, if ``--calibrate`` has not measured it.
+
+The peaks have a ratio of 2, and kernels with a scale per row reach a smaller share of their peak. This is an
+assumption: no product was measured on a GPU.
+"""
 
 
 def peak_flops(device_name: str, fp8_share: float = 0.0) -> float | None:
