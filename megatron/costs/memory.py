@@ -425,6 +425,8 @@ A key matches if the device name contains all of its words; the longest matching
 
 FP8_GPUS = frozenset(PEAK_TFLOPS) - {"A100", "V100", "MI300X"}
 """GPUs with products of e4m3 in ``torch._scaled_mm``. An MI300X has another FP8 format."""
+GROUPED_FP8_GPUS = FP8_GPUS - {"B200", "L40S"}
+"""GPUs with a kernel of ``torch._scaled_grouped_mm``, which products of experts use: compute capability 9.x."""
 FP8_PEAK_RATIO = 2.0
 """Peak FLOP/s in FP8 over peak FLOP/s in 16 bits."""
 FP8_RATE_RATIO = 1.6
@@ -457,6 +459,11 @@ def mixed_peak(peak: float, fp8_share: float) -> float:
 def has_fp8(device_name: str) -> bool:
     """Return True if the GPU is known to have products in FP8."""
     return _gpu_key(device_name) in FP8_GPUS
+
+
+def has_grouped_fp8(device_name: str) -> bool:
+    """Return True if the GPU is known to have grouped products in FP8, which experts need."""
+    return _gpu_key(device_name) in GROUPED_FP8_GPUS
 
 
 def _gpu_key(device_name: str) -> str | None:

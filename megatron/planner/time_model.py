@@ -243,7 +243,7 @@ def _scores(work: Work) -> float:
 # | type | per | a rank of n sends |
 # |---|---|---|
 # | tensor | all-reduce of activations of X bytes over t ranks | 2 (t - 1) / t X |
-# | ... in layers in FP8 | an all-reduce of row maxima for each all-reduce above: 4 bytes per token and row of the weight | 2 (t - 1) / t X |  # noqa: E501
+# | ... in layers in FP8 | an all-reduce of row maxima for each all-reduce above: 4 bytes per token, and at most 4 per row of the weight | 2 (t - 1) / t X |  # noqa: E501
 # | ... with sequence parallelism | instead of an all-reduce: in forward an all-gather and a reduce-scatter; in backward two all-gathers (of the output's gradient, and of the input again, which zb-h1 and compiled layers save) and a reduce-scatter | 2 (t - 1) / t X; 3 (t - 1) / t X |  # noqa: E501
 # | context | layer and micro-batch: keys, values of X bytes gathered twice, gradients scattered | 3 (c - 1) / c X |
 # | ... a2a | queries, keys, values, context of X bytes in forward and backward; again if recomputed | 2 (c - 1) / c^2 X |  # noqa: E501

@@ -174,5 +174,9 @@ def test_gpus_without_fp8_are_rejected() -> None:
     config = make_config("--fp8-format e4m3")
     with pytest.raises(ConfigError, match="--fp8-format needs a GPU with products in FP8"):
         Planner(config, gpu_machine("a100-80g")).estimate(layout_of(config, 1))
+    with_experts = make_config(f"--fp8-format e4m3 {EXPERTS}")
+    with pytest.raises(ConfigError, match=r"grouped products in FP8 \(H100, H200, H20, GH200\), got b200"):
+        Planner(with_experts, gpu_machine("b200")).estimate(layout_of(with_experts, 1))
+    assert Planner(with_experts, gpu_machine("h200")).estimate(layout_of(with_experts, 1)).step_s > 0
     assert memory.peak_flops("NVIDIA A100-SXM4-80GB", 0.5) == 312e12
     assert memory.has_fp8("NVIDIA L40S") and not memory.has_fp8("AMD Instinct MI300X") and not memory.has_fp8("a CPU")
