@@ -7,6 +7,7 @@ fp64. An element that is quantized differently in two layouts would change the l
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -120,22 +121,21 @@ def test_recomputation_changes_no_bit_in_bf16(extra: str) -> None:
     check_equal(trace_one_process(4, 2, f"{flags} {RECOMPUTE}"), trace_one_process(4, 2, flags))
 
 
-RECORDED_BYTES: list[int] = []
-"""Bytes of the shared quantized weights before each update, in a forked rank."""
-
-
 def trace_sharing(rank: int, argv: list[str], world_size: int, is_sharing: bool) -> tuple[Trace, list[int]]:
-    """Trace 3 steps on one rank; also return the bytes of the shared quantized weights before each update."""
-    original = fp8_weights.free
+    """Trace 3 steps on one rank; also return the bytes of the shared quantized weights at the end of each step."""
+    original_save, original_free, num_bytes = fp8_weights.save, fp8_weights.free, [0]
 
-    def record() -> None:
-        RECORDED_BYTES.append(fp8_weights.num_bytes())
-        original()
+    def save(*args: Any) -> None:
+        if is_sharing:
+            original_save(*args)
+            num_bytes[-1] = fp8_weights.num_bytes()
 
-    fp8_weights.free = record
-    if not is_sharing:
-        fp8_weights.save = lambda weight, form, values: None
-    return trace_rank(rank, argv, world_size, 3, 0), RECORDED_BYTES
+    def free() -> None:
+        original_free()
+        num_bytes.append(0)
+
+    fp8_weights.save, fp8_weights.free = save, free
+    return trace_rank(rank, argv, world_size, 3, 0), num_bytes[:-1]
 
 
 def check_sharing(grid: tuple[int, int, int], extra: str, *, is_sharing: bool = True, gas: int = 2) -> None:
