@@ -588,22 +588,39 @@ def fp8_linear(device: torch.device) -> str:
 
 @row("experts with --fp8-format, one without rows")
 def fp8_experts(device: torch.device) -> str:
-    """``_scaled_grouped_mm`` for output and input gradient, compared with the emulation on the CPU."""
-    if lacks_fp8(device):
-        return "not run: products in FP8 need compute capability 8.9"
-    from megatron.mpu.fp8 import ROWWISE, use_fp8
+    """``_scaled_grouped_mm`` for output and input gradient, compared with the emulation on the CPU.
+
+    The experts have 0, 1, 33 and 31 rows, which are not multiples of 16, and the sizes are multiples of 16 only.
+    """
+    from megatron.mpu.fp8 import ROWWISE, has_fp8_products, use_fp8
+    from megatron.mpu.fp8_weights import sharing_quantized_weights
     from megatron.mpu.groups import SINGLE
     from megatron.ops.grouped import grouped_linear
+    from megatron.ops.stacked_weights import share_storage
+
+    if not has_fp8_products(device.type, of_experts=True):
+        return "not run: grouped products in FP8 need compute capability 9.x"
 
     def run(device: torch.device) -> dict[str, torch.Tensor]:
-        counts = torch.tensor([33, 0, 31], device=device)
-        x, grad = (random(seed, 64, size, dtype=BF16).to(device, BF16) for seed, size in ((0, 256), (1, 160)))
-        weights = [random(2 + idx, 160, 256, dtype=BF16).to(device, BF16).requires_grad_() for idx in range(3)]
+        counts = torch.tensor([33, 0, 1, 31], device=device)
+        x, grad = (random(seed, 65, size, dtype=BF16).to(device, BF16) for seed, size in ((0, 272), (1, 176)))
+        weights = [torch.nn.Parameter(random(2 + idx, 176, 272, dtype=BF16).to(device, BF16)) for idx in range(4)]
         for weight in weights:
             use_fp8(weight, ROWWISE, SINGLE, None)
-        y = grouped_linear(x.requires_grad_(), weights, counts)
-        x_grad, *weight_grads = torch.autograd.grad(y, (x, *weights), grad)
-        return {"y": y.detach(), "x grad": x_grad, "weight grads": torch.stack(weight_grads)}
+        share_storage(weights)
+        x.requires_grad_()
+
+        def run_once() -> tuple[torch.Tensor, ...]:
+            y = grouped_linear(x, weights, counts)
+            return y.detach(), *torch.autograd.grad(y, (x, *weights), grad)
+
+        first = run_once()
+        with sharing_quantized_weights():
+            run_once()
+            for tensor, expected in zip(run_once(), first, strict=True):
+                assert torch.equal(tensor, expected), "shared quantized weights change the values"
+        y, x_grad, *weight_grads = first
+        return {"y": y, "x grad": x_grad, "weight grads": torch.stack(weight_grads)}
 
     return compare(run(device), {name: t.double() for name, t in run(torch.device("cpu")).items()}, BF16)
 

@@ -165,6 +165,10 @@ class Costs(ABC):
         """Return the bytes of temporary tensors of the largest product in FP8."""
         return 0
 
+    def fp8_weight_bytes(self, tensor: int) -> list[int]:
+        """Return the bytes of the quantized weights per unit, which the micro-batches of a step share."""
+        return [0] * self.num_units
+
     @abstractmethod
     def unit_parameters(self, tensor: int = 1) -> list[int]:
         """Count the parameters per unit, excluding ``shared_parameters``."""
@@ -428,6 +432,8 @@ class Costs(ABC):
             *size_args, sequence, saves_gathered_inputs=saves_gathered_inputs
         )
         fp8_scratch = self.fp8_scratch_bytes(micro_batch_size, tensor)
+        shares_weights = num_micro_batches > 1 and not zero.shards_weights
+        quantized_weights = self.fp8_weight_bytes(tensor) if shares_weights else [0] * self.num_units
         core = max(unit.core for unit in units) if is_selective else 0
         units = [unit.without_core() for unit in units] if is_selective else units
         hidden = max(unit.input for unit in units)
@@ -456,6 +462,7 @@ class Costs(ABC):
             gathered = self._gathered_parameters(unit_ranges, tensor, zero, stages) if zero.stage == 3 else 0
             scratch += max(stage_attention_scratch - logits, 0)  # the logits are freed before the backward of attention
             quantized = max(fp8_scratch - logits, 0) if has_layers else 0
+            quantized += _sum_over_ranges(quantized_weights, [], unit_ranges)
             activations = forwards * saved_per_micro_batch // chunks + scratch
             memory = state.memory(
                 num_parameters,

@@ -19,7 +19,7 @@ from megatron.costs.dimensions import Features, ModelDimensions, known_vocab_siz
 from megatron.costs.expert_cost import ExpertCosts
 from megatron.costs.latent_cost import LatentCosts
 from megatron.costs.memoize import memoized_list
-from megatron.costs.memory import BYTES, Memory, loss_bytes
+from megatron.costs.memory import BYTES, FP8_RATE_RATIO, Memory, loss_bytes
 from megatron.costs.recurrent_cost import COSTS, RecurrentCosts
 from tds.partition import partition_balanced, partition_uniform_chunks
 from tds.schedule import LOOP
@@ -40,6 +40,11 @@ ratio of 2.83 (h 256, v 8192, s 256, two CPU cores).
 """
 MAX_SAVED_PROBABILITIES = 2**24
 """Maximum number of probabilities that T5's blocked attention saves, as in ``megatron.ops.biased_attention``."""
+QUANTIZATION_FLOPS = 1200
+"""Cost per element of quantization to FP8, in equivalent FLOPs of a matrix product.
+
+It is the time of 5 bytes at the memory bandwidth of an H100, at the rate of its products in bf16 (data sheet).
+"""
 EMULATED_FP8_BYTES = 12
 """Approximate temporary bytes per element of the factors in a product that emulates FP8."""
 GATHERED_COPIES = 4
@@ -313,6 +318,40 @@ class DecoderCosts(Costs):
         ]
         return round(max(numel, default=0) * (EMULATED_FP8_BYTES if is_emulated else 1))
 
+    def fp8_weight_bytes(self, tensor: int) -> list[int]:
+        """See ``Costs``. Rows and transposed columns in 8 bits with their scales, or blocks dequantized to 16 bits.
+
+        On a CPU, the emulation of blocks has fp32.
+        """
+        if self.fp8_recipe == ROWWISE:
+            unit_bytes = [
+                sum(2 * p.weights + 4 * (p.inner + p.columns) * p.count for p in work.fp8_products)
+                for work in self.unit_work(1, tensor, BYTES["bf16"])
+            ]
+        else:
+            width = BYTES["fp32" if self.is_on_cpu else "bf16"]
+            unit_bytes = [
+                sum(width * p.weights for p in work.fp8_products) for work in self.unit_work(1, tensor, BYTES["bf16"])
+            ]
+        return [round(num_bytes) for num_bytes in unit_bytes]
+
+    def _fp8_savings(self) -> list[float]:
+        """Return the cost per token that FP8 saves in each layer, in FLOPs of a forward pass; negative: it adds cost.
+
+        Output and input gradient have the rate of FP8, weight gradients that of 16 bits. A third of the saved time in
+        all three products counts, because backward costs twice as much as forward. Products of blocks are emulated and
+        save nothing. CPUs emulate all products, but have the same costs, so that stages do not depend on the device.
+        """
+        if self.fp8_recipe != ROWWISE:
+            return [0.0] * self.model.num_layers
+        works = replace(self, context=1, expert=1).unit_work(1, 1, BYTES["bf16"])[1 : 1 + self.model.num_layers]
+        savings = []
+        for work in works:
+            saved_flops = (2 - 2 / FP8_RATE_RATIO) * flops_of(work.fp8_products)
+            quantized = sum(p.rows * (p.inner + p.columns) * p.count for p in work.fp8_products)
+            savings.append((saved_flops - QUANTIZATION_FLOPS * quantized) / 3 / self.seq_length)
+        return savings
+
     @property
     def layer_types(self) -> tuple[LayerType, ...]:
         """The type of each layer."""
@@ -481,7 +520,8 @@ class DecoderCosts(Costs):
             + self._feed_forward_flops(idx)
             + 2 * keys * self._score_width
             + self._state_cost(idx)
-            for idx, keys in enumerate(self.visible_keys_by_layer)
+            - saved
+            for idx, (keys, saved) in enumerate(zip(self.visible_keys_by_layer, self._fp8_savings(), strict=True))
         ]
         layer = max(layers, default=projections_flops(model) + feed_forward_flops(model))
         norm, head = ELEMENTWISE * h / layer, head_cost(model) * self.num_heads / layer

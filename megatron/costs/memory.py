@@ -81,6 +81,11 @@ class Zero:
     prefetches: bool = True
 
     @property
+    def shards_weights(self) -> bool:
+        """True if each replica keeps only shards of the weights."""
+        return self.stage == 3 and (self.replicas > 1 or self.offload_parameters)
+
+    @property
     def num_gathered_layers(self) -> int:
         """Maximum number of layers whose gathered weights ZeRO 3 holds at the same time."""
         return 2 if self.prefetches and self.replicas > 1 else 1
@@ -420,8 +425,16 @@ A key matches if the device name contains all of its words; the longest matching
 
 FP8_GPUS = frozenset(PEAK_TFLOPS) - {"A100", "V100", "MI300X"}
 """GPUs with products of e4m3 in ``torch._scaled_mm``. An MI300X has another FP8 format."""
+GROUPED_FP8_GPUS = FP8_GPUS - {"B200", "L40S"}
+"""GPUs with a kernel of ``torch._scaled_grouped_mm``, which products of experts use: compute capability 9.x."""
 FP8_PEAK_RATIO = 2.0
 """Peak FLOP/s in FP8 over peak FLOP/s in 16 bits."""
+FP8_RATE_RATIO = 1.6
+"""Rate of products in FP8 over the rate in bf16, if ``--calibrate`` has not measured it.
+
+The peaks have a ratio of 2, and kernels with a scale per row reach a smaller share of their peak. This is an
+assumption: no product was measured on a GPU.
+"""
 
 
 def peak_flops(device_name: str, fp8_share: float = 0.0) -> float | None:
@@ -446,6 +459,11 @@ def mixed_peak(peak: float, fp8_share: float) -> float:
 def has_fp8(device_name: str) -> bool:
     """Return True if the GPU is known to have products in FP8."""
     return _gpu_key(device_name) in FP8_GPUS
+
+
+def has_grouped_fp8(device_name: str) -> bool:
+    """Return True if the GPU is known to have grouped products in FP8, which experts need."""
+    return _gpu_key(device_name) in GROUPED_FP8_GPUS
 
 
 def _gpu_key(device_name: str) -> str | None:

@@ -13,6 +13,8 @@ context and sequence shards have the scales of one process. Where the inner dime
 row maxima of both factors are all-reduced in one message, and the quantized shards are those of one process, too. The
 ranks' partial products are then summed like those of other number formats.
 
+The micro-batches of a step share the quantized weights (``megatron.mpu.fp8_weights``).
+
 With blocks of 128 elements (recipe "blockwise"), the scales need no message if shards start at multiples of 128. The
 products of blocks are emulated: scales are powers of two, so bf16 represents the quantized values exactly.
 """
@@ -26,6 +28,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from megatron import device
+from megatron.mpu import fp8_weights
 from megatron.mpu.fp8_quantize import (
     column_maxima,
     expand_blocks,
@@ -42,6 +46,13 @@ from megatron.mpu.mappings import all_reduce
 from tds.param_info import info_of, set_info
 
 ROWWISE, BLOCKWISE = "rowwise", "blockwise"
+ROWS, COLUMNS, BLOCKS = "rows", "columns", "blocks"
+"""Forms of a quantized weight: scales for rows, for columns (transposed), and for blocks."""
+FP8_CAPABILITY = (8, 9)
+"""Lowest compute capability with ``torch._scaled_mm`` of e4m3 and scales per row."""
+GROUPED_CAPABILITIES = ((9, 0), (9, 9))
+"""Lowest and highest compute capability with ``torch._scaled_grouped_mm`` of e4m3 (torch 2.11 and 2.13): its kernel has
+instructions of sm_90a only. torch does not reject 10.0, but does not test it either."""
 USES_SCALED_MM: bool | None = None
 """Use ``torch._scaled_mm`` instead of products of fp32; set by tests. None: on CUDA."""
 
@@ -61,6 +72,21 @@ def use_fp8(weight: torch.Tensor, recipe: str, group: Group, partition_dim: int 
     set_info(weight, replace(info_of(weight), products=products))
 
 
+def has_fp8_products(device_type: str, *, of_experts: bool = False) -> bool:
+    """Return True if the device computes products with scales per row in FP8, or emulates them (CPUs).
+
+    Args:
+        of_experts: grouped products are needed, too.
+    """
+    if device_type == "cpu":
+        return True
+    capability = device.compute_capability(device_type) if device_type == "cuda" else None
+    if capability is None or capability < FP8_CAPABILITY:
+        return False
+    lowest, highest = GROUPED_CAPABILITIES
+    return not of_experts or lowest <= capability <= highest
+
+
 @dataclass(frozen=True)
 class RowwiseProducts:
     """Products with a scale per row of each factor; implements ``tds.param_info.WeightProducts``.
@@ -75,33 +101,64 @@ class RowwiseProducts:
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        x_maxima, weight_maxima = _reduced([row_maxima(rows), row_maxima(weight)], self.input_group)
-        quantized = quantize_rows(rows, x_maxima), quantize_rows(weight, weight_maxima)
+        a, b = quantized_factors(rows, weight, ROWS, self.input_group)
         out = x.new_empty(*x.shape[:-1], len(weight))  # a view of a product could not be reduced in place
-        scaled_product(*quantized, scales_of(x_maxima), scales_of(weight_maxima), out.view(-1, len(weight)))
+        scaled_product(a.values, b.values, a.scales, b.scales, out.view(-1, len(weight)))
         return out
 
     def input_grad(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        grad_maxima, weight_maxima = _reduced([row_maxima(grad), column_maxima(weight)], self.output_group)
-        quantized = quantize_rows(grad, grad_maxima), quantize_columns(weight, weight_maxima)
-        out = grad.new_empty(len(grad), weight.shape[1])
-        return scaled_product(*quantized, scales_of(grad_maxima), scales_of(weight_maxima), out)
+        a, b = quantized_factors(grad, weight, COLUMNS, self.output_group)
+        return scaled_product(a.values, b.values, a.scales, b.scales, grad.new_empty(len(grad), weight.shape[1]))
 
     def grouped_forward(self, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        rows_of_weights = weights.flatten(0, 1)
-        x_maxima, weight_maxima = _reduced([row_maxima(x), row_maxima(rows_of_weights)], self.input_group)
-        quantized_weights = quantize_rows(rows_of_weights, weight_maxima).view(weights.shape)
-        scales, out = (scales_of(x_maxima), scales_of(weight_maxima)), x.new_empty(len(x), weights.shape[1])
-        return scaled_grouped_product(quantize_rows(x, x_maxima), quantized_weights, *scales, ends, out)
+        a, b = quantized_factors(x, weights, ROWS, self.input_group)
+        out = x.new_empty(len(x), weights.shape[1])
+        return scaled_grouped_product(a.values, b.values, a.scales, b.scales, ends, out)
 
     def grouped_input_grad(self, grad: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        maxima = [row_maxima(grad), column_maxima(weights).flatten()]
-        grad_maxima, weight_maxima = _reduced(maxima, self.output_group)
-        columns = weight_maxima.view(len(weights), -1)
-        quantized_weights = quantize_columns(weights, columns)  # [E, input_size, output_size]
-        scales = scales_of(grad_maxima), scales_of(weight_maxima)
+        a, b = quantized_factors(grad, weights, COLUMNS, self.output_group)
         out = grad.new_empty(len(grad), weights.shape[2])
-        return scaled_grouped_product(quantize_rows(grad, grad_maxima), quantized_weights, *scales, ends, out)
+        return scaled_grouped_product(a.values, b.values, a.scales, b.scales, ends, out)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A factor of a product: e4m3 values, contiguous, and fp32 scales, one for each row of ``values``."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + self.scales.nbytes
+
+
+def quantized_factors(x: torch.Tensor, weight: torch.Tensor, form: str, group: Group) -> tuple[Quantized, Quantized]:
+    """Quantize both factors of a product. Collective over ``group``, which the inner dimension is sharded over.
+
+    The weight's values are read from ``fp8_weights`` if an earlier micro-batch of the step has saved them.
+
+    Args:
+        form: ``ROWS``: scales for the rows of the weight; ``COLUMNS``: for its columns, and the values are transposed.
+
+    Shapes:
+        x [m, k]; weight [n, k] or [E, n, k] with ``ROWS``, [k, n] or [E, k, n] with ``COLUMNS``
+        values [m, k], [n, k] or [E, n, k]; scales [m], [n] or [E n]
+    """
+    saved: Quantized | None = fp8_weights.find(weight, form)
+    if saved is not None:
+        (x_maxima,) = _reduced([row_maxima(x)], group)
+        return Quantized(quantize_rows(x, x_maxima), scales_of(x_maxima)), saved
+    weight_rows = weight.flatten(0, -2)
+    weight_maxima = row_maxima(weight_rows) if form == ROWS else column_maxima(weight).flatten()
+    x_maxima, weight_maxima = _reduced([row_maxima(x), weight_maxima], group)
+    if form == ROWS:
+        values = quantize_rows(weight_rows, weight_maxima).view(weight.shape)
+    else:
+        values = quantize_columns(weight, weight_maxima.view(*weight.shape[:-2], -1))
+    quantized_weight = Quantized(values, scales_of(weight_maxima))
+    fp8_weights.save(weight, form, quantized_weight)
+    return Quantized(quantize_rows(x, x_maxima), scales_of(x_maxima)), quantized_weight
 
 
 def _reduced(maxima: Sequence[torch.Tensor], group: Group) -> Sequence[torch.Tensor]:
@@ -164,19 +221,31 @@ class BlockwiseProducts:
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = dequantized_rows(x.reshape(-1, x.shape[-1]))
         out = x.new_empty(*x.shape[:-1], len(weight))  # a view of a product could not be reduced in place
-        out.view(-1, len(weight)).copy_(F.linear(rows, dequantized_blocks(weight)))
+        out.view(-1, len(weight)).copy_(F.linear(rows, dequantized_weight(weight)))
         return out
 
     def input_grad(self, grad: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return dequantized_rows(grad).mm(dequantized_blocks(weight)).to(grad.dtype)
+        return dequantized_rows(grad).mm(dequantized_weight(weight)).to(grad.dtype)
 
     def grouped_forward(self, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        factors = torch.stack([dequantized_blocks(weight) for weight in weights])
-        return F.grouped_mm(dequantized_rows(x), factors.transpose(1, 2), offs=ends).to(x.dtype)
+        factors = dequantized_weight(weights).transpose(1, 2)
+        return F.grouped_mm(dequantized_rows(x), factors, offs=ends).to(x.dtype)
 
     def grouped_input_grad(self, grad: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        factors = torch.stack([dequantized_blocks(weight) for weight in weights])
-        return F.grouped_mm(dequantized_rows(grad), factors, offs=ends).to(grad.dtype)
+        return F.grouped_mm(dequantized_rows(grad), dequantized_weight(weights), offs=ends).to(grad.dtype)
+
+
+def dequantized_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return ``dequantized_blocks`` of a weight [m, n], or of each of several weights [E, m, n].
+
+    The values are read from ``fp8_weights`` if an earlier product of the step has saved them.
+    """
+    values: torch.Tensor | None = fp8_weights.find(weight, BLOCKS)
+    if values is None:
+        is_single = weight.dim() == 2
+        values = dequantized_blocks(weight) if is_single else torch.stack([dequantized_blocks(w) for w in weight])
+        fp8_weights.save(weight, BLOCKS, values)
+    return values
 
 
 def dequantized_rows(x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from megatron.mpu import fp8_weights
 from megatron.mpu.groups import SINGLE, Group
 from megatron.mpu.shard import Shard, shard_of
 from megatron.optim.grad_scaler import GradScaler
@@ -127,6 +128,7 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
         self.overflow = self.policy.has_overflowed(norm)
         self.was_rejected = not self.overflow and self.policy.rejects(norm)
         is_accepted = not self.overflow and not self.was_rejected
+        fp8_weights.free()  # before the states of the update are allocated
         if is_accepted:
             self._set_grads(self.policy.clip_factor(norm) * self.last_factor)
             self.update_main_params()

@@ -142,7 +142,7 @@ def combine(measurements: Sequence[MeasuredMachine], link: Link, device_type: st
     rates, ranks = [entry.rates for entry in measurements], len(measurements)
     products = {dtype: _lowest_rates([entry.products[dtype] for entry in rates]) for dtype in sorted(rates[0].products)}
     peak_from_sheet = peak_flops(measurements[0].name) if device_type != "cpu" else None
-    peaks = {dtype: max(rate for _, rate in table) for dtype, table in products.items()}
+    peaks = {dtype: max(rate for _, rate in table) for dtype, table in products.items() if dtype != "fp8"}
     if peak_from_sheet is not None:
         peaks |= {dtype: peak_from_sheet for dtype in ("bf16", "fp16") if dtype in peaks}
     machine = Machine(

@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from megatron.config.optimizer import ROWWISE
 from megatron.costs.cost import Costs
-from megatron.costs.memory import Memory, mixed_peak
+from megatron.costs.memory import Memory, has_grouped_fp8, mixed_peak
+from megatron.errors import ConfigError
 from megatron.models import registry
 from megatron.planner.layout import Layout
 from megatron.planner.machine import Machine
@@ -104,9 +106,10 @@ class Planner:
 
         Raises:
             ValueError: there are fewer layers than virtual stages.
-            ConfigError: the machine has no rates for the dtype.
+            ConfigError: the machine has no rates for the dtype, or no grouped products in FP8 for experts.
         """
         self.num_estimates += 1
+        self._check_fp8_experts()
         bounds = self.bounds(layout)
         seconds_by_activity, idle, traffic = self._time_breakdown(layout, bounds)
         world = layout.world_size
@@ -122,6 +125,15 @@ class Planner:
             peak_flops=world * (peak if self.machine.is_cpu else mixed_peak(peak, self.costs.fp8_share)),
             tokens=layout.global_batch_size * self.config.tokens_per_sample,
         )
+
+    def _check_fp8_experts(self) -> None:
+        precision, machine = self.config.precision, self.machine
+        is_rowwise = precision.fp8_format is not None and precision.fp8_recipe == ROWWISE
+        if is_rowwise and self.config.model.num_experts and not machine.is_cpu and not has_grouped_fp8(machine.name):
+            raise ConfigError(
+                "--fp8-format with --num-experts needs a GPU with grouped products in FP8 (H100, H200, H20, GH200), got "
+                f"{machine.name}. Use --fp8-recipe blockwise, which is emulated, or remove --fp8-format"
+            )
 
     def bounds(self, layout: Layout) -> list[int]:
         """Return the virtual-stage bounds, as indices of the model's units."""

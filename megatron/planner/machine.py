@@ -12,7 +12,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from megatron.costs.memory import PEAK_TFLOPS, has_fp8
+from megatron.costs.memory import FP8_RATE_RATIO, PEAK_TFLOPS, has_fp8
 from megatron.errors import ConfigError
 
 # Factors for the matmuls and memory passes of a unit (an embedding, a layer, a norm or the head): from closed forms, or
@@ -209,7 +209,8 @@ class Machine:
             fragmentation.
         peak_flops: dtype -> dense FLOP/s of the data sheet, the denominator of MFU.
         product_flops: dtype -> ((side, FLOP/s of matmuls), ...), sorted by side. The side of a matmul [n, k] x [k, m]
-            is the cube root of n k m. Rates between two sides are interpolated linearly in log(side).
+            is the cube root of n k m. Rates between two sides are interpolated linearly in log(side). "fp8": products
+            in FP8 with scales per row.
         memory_bandwidth: bytes/s that elementwise kernels read and write in total.
         update_bandwidth: the same for the optimizer's update.
         overhead_s: overhead per operation, in addition to its work.
@@ -272,11 +273,16 @@ class Machine:
         return table[-1][1]
 
     def fp8_rate(self, side: float) -> float:
-        """Return the FLOP/s of products in FP8 with scales per row for this side; CPUs emulate them in fp32.
+        """Return the FLOP/s of products in FP8 with scales per row for this side, without the quantization.
+
+        The rate is that of "fp8" in ``product_flops``, which ``--calibrate`` measures. Without it, a CPU has the rate
+        of fp32, in which it emulates these products, and a GPU ``FP8_RATE_RATIO`` times the rate of bf16.
 
         Raises:
             ConfigError: the device has no products in FP8, or no rate for bf16.
         """
+        if "fp8" in self.product_flops:
+            return self.product_rate("fp8", side)
         if self.is_cpu:
             return self.product_rate("fp32", side)
         if not has_fp8(self.name):
@@ -436,9 +442,6 @@ _PARSERS = {"intra": _parse_link, "inter": _parse_link, "product_flops": _parse_
 
 SIDES = ((64, 0.02), (128, 0.08), (256, 0.25), (512, 0.5), (1024, 0.75), (2048, 0.92), (4096, 1.0))
 """Side of a matmul -> its rate as a share of the rate of the largest matmuls."""
-FP8_RATE_RATIO = 1.6
-"""Rate of products in FP8 over the rate in bf16. The peaks have a ratio of 2, and kernels with a scale per row reach a
-smaller share of their peak. This is an assumption: no product was measured."""
 STREAM_SHARE = 0.8
 """Share of the memory bandwidth that elementwise kernels reach."""
 LINK_SHARE = 0.75

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import statistics
@@ -15,6 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from megatron import device
+from megatron.mpu.fp8 import COLUMNS, ROWS, has_fp8_products, quantized_factors, scaled_product
+from megatron.mpu.groups import SINGLE
 from megatron.planner.machine import Link, Wire
 from megatron.planner.reference import Reference, core_time_s, queue_times
 from megatron.planner.spawn_ranks import Rank
@@ -25,6 +28,7 @@ from megatron.torch_compat import all_gather_single, reduce_scatter_single
 # | probe | one iteration | counted |
 # |---|---|---|
 # | products | y = x Wᵀ, dx = dy W, dW = dyᵀ x, all square: the three matmuls of a linear layer | 6 side³ FLOPs |
+# | products in FP8 | y and dx of quantized factors with scales per row, without the quantization | 4 side³ FLOPs |
 # | stream | a sum, a norm and a GELU of activations, forward and backward | ``STREAM_PASSES`` times a tensor's bytes |
 # | update | the norm of the gradients and torch's fused AdamW, in fp32 | 32 bytes per parameter: 5 read, 3 written |
 # | overhead | a chain of small sums, forward and backward | two launches of a sum |
@@ -86,7 +90,7 @@ class TimingBudget:
 
 @dataclass(frozen=True)
 class Rates:
-    """One rank's measurements in FLOP/s, bytes/s and seconds; ``products``: dtype -> ((side, FLOP/s), ...)."""
+    """One rank's measurements in FLOP/s, bytes/s and seconds; ``products``: dtype or "fp8" -> ((side, FLOP/s), ...)."""
 
     products: dict[str, tuple[tuple[float, float], ...]]
     stream: float
@@ -104,7 +108,12 @@ def measure_rates(rank: Rank, dtypes: tuple[str, ...], timing_budget: TimingBudg
     products = {}
     for dtype in dtypes:
         rank.report(f"matrix products in {dtype}")
-        products[dtype] = _products(rank, dtype, timing_budget, reference)
+        make = functools.partial(_product, rank.device, dtype)
+        products[dtype] = _products(rank, make, 6.0, timing_budget, reference)
+    if has_fp8_products(rank.device_type):
+        rank.report("matrix products in FP8")
+        make = functools.partial(_fp8_product, rank.device)
+        products["fp8"] = _products(rank, make, 4.0, timing_budget, reference)
     rank.report("memory and optimizer")
 
     def rate(run_once: Callable[[], object]) -> float:
@@ -129,14 +138,24 @@ def measure_host_update_rate(timing_budget: TimingBudget) -> float:
 
 
 def _products(
-    rank: Rank, dtype: str, timing_budget: TimingBudget, reference: Reference
+    rank: Rank,
+    make: Callable[[int], Callable[[], object]],
+    num_flops: float,
+    timing_budget: TimingBudget,
+    reference: Reference,
 ) -> tuple[tuple[float, float], ...]:
+    """Measure ((side, FLOP/s), ...). Collective.
+
+    Args:
+        make: returns an iteration for a side.
+        num_flops: FLOPs of an iteration, in units of side³.
+    """
     table = []
     for side in SIDES:
         if side > timing_budget.max_side:
             break
-        runs_per_s = _runs_per_s(rank, _product(rank.device, dtype, side), timing_budget, reference)
-        table.append((float(side), 6.0 * side**3 * runs_per_s))
+        runs_per_s = _runs_per_s(rank, make(side), timing_budget, reference)
+        table.append((float(side), num_flops * side**3 * runs_per_s))
         if (
             side >= MIN_SIDE and rank.max_over_ranks(1 / runs_per_s) > MAX_RUN_S / 8
         ):  # the next side takes 8 times as long
@@ -152,6 +171,19 @@ def _product(target_device: torch.device, dtype: str, side: int) -> Callable[[],
         torch.mm(x, weight.t(), out=y)
         torch.mm(dy, weight, out=dx)
         torch.mm(dy.t(), x, out=dw)
+
+    return run_once
+
+
+def _fp8_product(target_device: torch.device, side: int) -> Callable[[], object]:
+    x, weight, dy = (torch.randn(side, side, device=target_device, dtype=torch.bfloat16) for _ in range(3))
+    y, dx = (torch.empty_like(x) for _ in range(2))
+    forward = quantized_factors(x, weight, ROWS, SINGLE)
+    backward = quantized_factors(dy, weight, COLUMNS, SINGLE)
+
+    def run_once() -> None:
+        for (a, b), out in ((forward, y), (backward, dx)):
+            scaled_product(a.values, b.values, a.scales, b.scales, out)
 
     return run_once
 

@@ -23,7 +23,7 @@ from tds.schedule.simulate import SPLIT_SCHEDULES
 # | a pass | bytes saved / memory bandwidth; for the head, bytes of the logits | the same |
 # | operations | overhead per operation | twice as many |
 # | gradients of weights | | accumulated over micro-batches: 10 bytes per parameter in 16 bits, 12 bytes in 32 bits |
-# | quantization to FP8 | 5 bytes per element of both factors / memory bandwidth, 8 kernels per product | the same |
+# | quantization to FP8 | 5 bytes per element of both factors / memory bandwidth, 8 kernels per product; for the weight once per step | the same |  # noqa: E501
 #
 # In FP8 layers, output and input gradient of a product have the rate of FP8, and weight gradients that of 16 bits.
 # The machine's ``EfficiencyFactors`` multiply matmuls and passes, with separate factors for layers that are split over
@@ -33,8 +33,8 @@ CORE_BACKWARD = 2.5
 """Ratio of backward to forward time of a fused attention core: backward recomputes the scores (5 matmuls for 2)."""
 QUANTIZATION_BYTES = 5
 """Bytes read and written per element of a factor: maxima read 2 bytes, quantization reads 2 and writes 1."""
-QUANTIZATION_KERNELS = 8
-"""Kernels per product: for each factor, its maxima, its quantization, and two that compute the scales."""
+QUANTIZATION_KERNELS = 4
+"""Kernels per factor of a product: its maxima, its quantization, and two that compute the scales."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class ComputeModel:
     ) -> OperationTimes:
         machine = self._machine
         weight_grads, core = (self._products(subset, layout.dtype) for subset in (work.products, work.core))
-        quantization_s = self._quantization_s(work)
+        quantization_s = self._quantization_s(work, layout)
         activation_pass_s = saved.full / machine.memory_bandwidth
         is_head = logits is not None
         return OperationTimes(
@@ -208,17 +208,22 @@ class ComputeModel:
         fp8_s = sum(product.flops / self._machine.fp8_rate(product.side) for product in work.fp8_products)
         return self._products(work.fp8_products, dtype) - fp8_s
 
-    def _quantization_s(self, work: Work) -> tuple[float, float]:
-        """Return the time to quantize the factors in (forward, backward)."""
-        machine = self._machine
-        forward = sum((product.rows * product.inner * product.count + product.weights) for product in work.fp8_products)
-        backward = sum(
-            (product.rows * product.columns * product.count + product.weights) for product in work.fp8_products
+    def _quantization_s(self, work: Work, layout: Layout) -> tuple[float, float]:
+        """Return the time to quantize the factors in (forward, backward) of a micro-batch.
+
+        The micro-batches of a step share quantized weights, except with ZeRO 3, so each has a part of their time.
+        """
+        machine, products = self._machine, work.fp8_products
+        weight_share = 1 / (1 if layout.zero.shards_weights else layout.num_micro_batches)
+        weights = weight_share * sum(product.weights for product in products)
+        launch_s = QUANTIZATION_KERNELS * (1 + weight_share) * len(products) * machine.overhead_s
+        forward, backward = (
+            sum(product.rows * inner * product.count for product, inner in zip(products, inner_sizes, strict=True))
+            for inner_sizes in ([p.inner for p in products], [p.columns for p in products])
         )
-        launch_s = QUANTIZATION_KERNELS * len(work.fp8_products) * machine.overhead_s
         return (
-            QUANTIZATION_BYTES * forward / machine.memory_bandwidth + launch_s,
-            QUANTIZATION_BYTES * backward / machine.memory_bandwidth + launch_s,
+            QUANTIZATION_BYTES * (forward + weights) / machine.memory_bandwidth + launch_s,
+            QUANTIZATION_BYTES * (backward + weights) / machine.memory_bandwidth + launch_s,
         )
 
 
@@ -238,7 +243,7 @@ def _scores(work: Work) -> float:
 # | type | per | a rank of n sends |
 # |---|---|---|
 # | tensor | all-reduce of activations of X bytes over t ranks | 2 (t - 1) / t X |
-# | ... in layers in FP8 | an all-reduce of row maxima for each all-reduce above: 4 bytes per token and row of the weight | 2 (t - 1) / t X |  # noqa: E501
+# | ... in layers in FP8 | an all-reduce of row maxima for each all-reduce above: 4 bytes per token, and at most 4 per row of the weight | 2 (t - 1) / t X |  # noqa: E501
 # | ... with sequence parallelism | instead of an all-reduce: in forward an all-gather and a reduce-scatter; in backward two all-gathers (of the output's gradient, and of the input again, which zb-h1 and compiled layers save) and a reduce-scatter | 2 (t - 1) / t X; 3 (t - 1) / t X |  # noqa: E501
 # | context | layer and micro-batch: keys, values of X bytes gathered twice, gradients scattered | 3 (c - 1) / c X |
 # | ... a2a | queries, keys, values, context of X bytes in forward and backward; again if recomputed | 2 (c - 1) / c^2 X |  # noqa: E501

@@ -18,6 +18,7 @@ from megatron.arguments import check_device
 from megatron.config import Config
 from megatron.config.optimizer import ROWWISE
 from megatron.errors import ConfigError
+from megatron.mpu.fp8 import FP8_CAPABILITY, has_fp8_products
 from megatron.training.determinism import configure_determinism
 from megatron.training.fused_kernels import check_fused_kernels
 
@@ -74,10 +75,6 @@ def check_device_fits(config: Config, device_type: str) -> None:
     check_fused_kernels(config, device_type)
 
 
-FP8_CAPABILITY, FP8_EXPERTS_CAPABILITY = (8, 9), (9, 0)
-"""Lowest compute capabilities with products in FP8, and with grouped products in FP8."""
-
-
 def fp8_device_problem(config: Config, device_type: str) -> str | None:
     """Explain why the device has no products in FP8; None if it has them, or if they are not needed."""
     precision = config.precision
@@ -86,15 +83,21 @@ def fp8_device_problem(config: Config, device_type: str) -> str | None:
     got = f"got --fp8-format {precision.fp8_format}"
     if device_type != "cuda":
         return f"products in FP8 are supported on CPUs and CUDA devices, {got} and --device {device_type}. Remove it"
-    has_experts = config.model.num_experts and precision.fp8_recipe == ROWWISE
-    needed = FP8_EXPERTS_CAPABILITY if has_experts else FP8_CAPABILITY
-    capability = device.compute_capability(device_type)
-    if capability is not None and capability >= needed:
+    has_experts = bool(config.model.num_experts) and precision.fp8_recipe == ROWWISE
+    if has_fp8_products(device_type, of_experts=has_experts):
         return None
+    capability = device.compute_capability(device_type)
     gpu_text = f"{device.name(device_type)} ({'no' if capability is None else '{}.{}'.format(*capability)})"
+    if has_experts:
+        return (
+            "products in FP8 of experts need a GPU of NVIDIA with compute capability 9.x (H100, H200, GH200), for "
+            f"which torch has a grouped kernel, {got} on {gpu_text}. Use --fp8-recipe blockwise, which is emulated, "
+            "or remove --fp8-format"
+        )
+    lowest = "{}.{}".format(*FP8_CAPABILITY)
     return (
-        f"products in FP8 {'of experts ' if has_experts else ''}need a GPU of NVIDIA with compute capability "
-        f"{needed[0]}.{needed[1]} or more, {got} on {gpu_text}. Remove --fp8-format"
+        f"products in FP8 need a GPU of NVIDIA with compute capability {lowest} or more, {got} on {gpu_text}. Remove "
+        "--fp8-format"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from megatron.config.batch import Share
+from megatron.mpu.fp8_weights import sharing_quantized_weights
 from megatron.mpu.random import DropoutKey
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.loss_forms import (
@@ -48,7 +49,7 @@ class PipelineStepEngine:
         self.share, self.micro_batch_tokens = share, micro_batch_tokens
         self.averages_micro_batches = settings.averages_micro_batches
         self.routers, self.device = settings.routers, torch.device(engine.device)
-        self.logits = settings.logits
+        self.logits, self.shares_quantized_weights = settings.logits, settings.shares_quantized_weights
         self._step, self._step_share, self._micro_batch = 0, share, 0
         self.micro_losses: dict[int, torch.Tensor] = {}
         self.has_weighted_loss: bool | None = None
@@ -77,7 +78,8 @@ class PipelineStepEngine:
             self.routers.set_scale(scale / token_weight(tokens, self.grid, is_mean=self._trains_on_means))
         if self.logits is not None:
             self.logits.start_step()
-        with as_data_error():
+        is_sharing = self.shares_quantized_weights and num_micro_batches > 1
+        with as_data_error(), sharing_quantized_weights(is_sharing):
             self.engine.train_batch(data)
         if self.logits is not None:
             self.logits.end_forwards()

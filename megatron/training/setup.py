@@ -106,6 +106,7 @@ def build_engine(
         averages_micro_batches=config.model.loss_average == "micro-batch",
         routers=routers,
         logits=logits,
+        shares_quantized_weights=config.precision.fp8_format is not None and not is_weight_sharded(config, world),
     )
     if has_pipeline:
         return PipelineStepEngine(engine, settings)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from megatron.config.batch import Share
+from megatron.mpu.fp8_weights import sharing_quantized_weights
 from megatron.mpu.random import DropoutKey
 from megatron.optim import MixedPrecisionOptimizer
 from megatron.training.loss_forms import (
@@ -62,7 +63,7 @@ class SingleStageEngine:
         self.grid, self.streams = settings.grid, settings.streams
         self.share, self.micro_batch_tokens = settings.share, settings.micro_batch_tokens
         self.averages_micro_batches, self.routers = settings.averages_micro_batches, settings.routers
-        self.logits = settings.logits
+        self.logits, self.shares_quantized_weights = settings.logits, settings.shares_quantized_weights
         self._make_deepspeed_engine = make_deepspeed_engine
         self._set_engine(engine)
         self.device = torch.device(engine.device)
@@ -116,25 +117,26 @@ class SingleStageEngine:
 
         # 1. Forward and backward of each micro-batch; gradients accumulate.
         start_mark = self._clock.mark()
-        for micro_batch in range(num_micro_batches):
-            self.streams.position = DropoutKey(step, micro_batch, share.index_in_step(micro_batch) - micro_batch)
-            self.on_activity(f"step {step + 1}, forward of micro-batch {micro_batch}")
-            loss, report = self.forward_step(data, self.engine)
-            reported_values = scalars(report, loss)
-            loss = as_weighted(loss)
-            if self.averages_micro_batches:
-                loss = mean_of_micro_batch(loss, self.grid.context)
-            trained_loss = meter.add(loss, micro_batch)
-            self.has_weighted_loss = next(iter(meter.loss_sums.values())).is_weighted
-            self.micro_losses[micro_batch] = trained_loss.detach()
-            if self.routers is not None:  # router losses are weighted like the cross-entropy
-                weight = token_weight(tokens_per_step, self.grid, is_mean=not self.has_weighted_loss)
-                self.routers.set_scale(optimizer.loss_scale / weight)
-            self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
-            if micro_batch == num_micro_batches - 1:
-                optimizer.begin_last_backward()
-            self.engine.backward(trained_loss * optimizer.loss_scale, scale_wrt_gas=False)
-            optimizer.end_micro_batch()
+        with sharing_quantized_weights(self.shares_quantized_weights and num_micro_batches > 1):
+            for micro_batch in range(num_micro_batches):
+                self.streams.position = DropoutKey(step, micro_batch, share.index_in_step(micro_batch) - micro_batch)
+                self.on_activity(f"step {step + 1}, forward of micro-batch {micro_batch}")
+                loss, report = self.forward_step(data, self.engine)
+                reported_values = scalars(report, loss)
+                loss = as_weighted(loss)
+                if self.averages_micro_batches:
+                    loss = mean_of_micro_batch(loss, self.grid.context)
+                trained_loss = meter.add(loss, micro_batch)
+                self.has_weighted_loss = next(iter(meter.loss_sums.values())).is_weighted
+                self.micro_losses[micro_batch] = trained_loss.detach()
+                if self.routers is not None:  # router losses are weighted like the cross-entropy
+                    weight = token_weight(tokens_per_step, self.grid, is_mean=not self.has_weighted_loss)
+                    self.routers.set_scale(optimizer.loss_scale / weight)
+                self.on_activity(f"step {step + 1}, backward of micro-batch {micro_batch}")
+                if micro_batch == num_micro_batches - 1:
+                    optimizer.begin_last_backward()
+                self.engine.backward(trained_loss * optimizer.loss_scale, scale_wrt_gas=False)
+                optimizer.end_micro_batch()
         self._busy_timer.record(start_mark, self._clock.mark(), [])
         if self.logits is not None:
             self.logits.end_forwards()

@@ -36,6 +36,7 @@ class StepSettings:
         averages_micro_batches: train on the mean of micro-batch means (--loss-average micro-batch).
         routers: routers in this rank's MoE layers; None for a dense model.
         logits: measures the attention logits of this rank's layers; None if they are not needed.
+        shares_quantized_weights: the micro-batches of a step share the weights that are quantized to FP8.
     """
 
     grid: Grid
@@ -45,6 +46,7 @@ class StepSettings:
     averages_micro_batches: bool = False
     routers: Routers | None = None
     logits: AttentionLogits | None = None
+    shares_quantized_weights: bool = False
 
 
 class StepEngine(Protocol):

@@ -11,6 +11,7 @@ from tests.mutants.mutant import mutant
 
 TESTS = "tests/mpu/test_fp8.py"
 FACTORS = f"{TESTS}::test_quantized_factors_are_those_of_one_process"
+WEIGHTS, COSTS = "tests/mpu/test_fp8_weights.py", "tests/costs/test_fp8_cost.py"
 NEAR = f"{TESTS}::test_linear_in_fp8_is_near_linear_in_fp64[True-rowwise]"
 
 
@@ -59,6 +60,18 @@ def weight_gradient_is_computed_from_the_quantized_input(original: Any) -> Any:
 @mutant("megatron.mpu.fp8_quantize:power_of_two_scales", f"{TESTS}::test_scales_of_blocks_are_the_next_powers_of_two")
 def scales_of_blocks_are_no_powers_of_two(original: Any) -> Any:
     return lambda maxima: fp8_quantize.scales_of(maxima)
+
+
+@mutant("megatron.mpu.fp8_weights:free", f"{WEIGHTS}::test_products_after_an_update_have_the_new_weight[rowwise]")
+def weights_of_the_step_before_are_kept(original: Any) -> Any:
+    return lambda: None
+
+
+@mutant(
+    "megatron.costs.decoder_cost:DecoderCosts._fp8_savings", f"{COSTS}::test_stages_are_balanced_by_the_cost_of_fp8"
+)
+def stages_are_balanced_as_in_bf16(original: Any) -> Any:
+    return lambda self: [0.0] * self.model.num_layers
 
 
 @mutant(

@@ -6,11 +6,26 @@ fp64. An element that is quantized differently in two layouts would change the l
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
+from megatron.config import parse
+from megatron.models.registry import costs_of
+from megatron.mpu import fp8_weights
 from megatron.training.parity import Trace
-from tests.helpers.layouts import check_fp64, compare_layout, trace_layout, trace_one_process
+from tests.helpers.harness import run_ranks
+from tests.helpers.layouts import (
+    VOCAB,
+    check_fp64,
+    compare_layout,
+    make_flags,
+    trace_layout,
+    trace_one_process,
+    trace_rank,
+)
 from tests.parity.test_schedules import INTERLEAVED, RECOMPUTE, SPLIT_CHUNKS, ZB_V, ZERO_BUBBLE
 
 FP8 = "--fp8-format e4m3 --hidden-size 64"
@@ -104,6 +119,71 @@ def test_split_backward_passes_change_no_bit_in_bf16(extra: str) -> None:
 def test_recomputation_changes_no_bit_in_bf16(extra: str) -> None:
     flags = f"--bf16 {FP8} {extra}"
     check_equal(trace_one_process(4, 2, f"{flags} {RECOMPUTE}"), trace_one_process(4, 2, flags))
+
+
+def trace_sharing(rank: int, argv: list[str], world_size: int, is_sharing: bool) -> tuple[Trace, list[int]]:
+    """Trace 3 steps on one rank; also return the bytes of the shared quantized weights at the end of each step."""
+    original_save, original_free, num_bytes = fp8_weights.save, fp8_weights.free, [0]
+
+    def save(*args: Any) -> None:
+        if is_sharing:
+            original_save(*args)
+            num_bytes[-1] = fp8_weights.num_bytes()
+
+    def free() -> None:
+        original_free()
+        num_bytes.append(0)
+
+    fp8_weights.save, fp8_weights.free = save, free
+    return trace_rank(rank, argv, world_size, 3, 0), num_bytes[:-1]
+
+
+def check_sharing(grid: tuple[int, int, int], extra: str, *, is_sharing: bool = True, gas: int = 2) -> None:
+    """Check that shared quantized weights change no bit, and occupy the memory that the planner counts."""
+    tensor, pipe, data = grid
+    size = tensor * pipe * data
+    argv = make_flags(tensor, pipe, micro_batch_size=2, gas=gas, extra=f"--bf16 {FP8} {extra}")
+    plain, shared = (run_ranks(size, trace_sharing, argv, size, is_on, deadline_s=100.0) for is_on in (False, True))
+    config = parse(argv, world_size=size).with_vocab(VOCAB)
+    costs = costs_of(config, is_on_cpu=True)
+    bounds, unit_bytes = costs.stage_bounds(pipe), costs.fp8_weight_bytes(tensor)
+    counted = [sum(unit_bytes[start:stop]) for start, stop in itertools.pairwise(bounds)]
+    for (trace, num_bytes), (plain_trace, plain_bytes) in zip(shared, plain, strict=True):
+        check_equal(trace, plain_trace)
+        assert plain_bytes == [0] * 3
+        assert num_bytes[0] in (counted if is_sharing else [0]) and num_bytes == [num_bytes[0]] * 3
+    if is_sharing:
+        assert {num_bytes[0] for _, num_bytes in shared} == set(counted)
+
+
+def test_shared_weights_change_no_bit() -> None:
+    check_sharing((1, 2, 1), GATED, gas=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("grid", "extra"),
+    [
+        ((1, 1, 1), ""),
+        ((1, 1, 1), BLOCKS),
+        ((1, 1, 1), f"{GATED} {RECOMPUTE}"),
+        ((2, 1, 1), f"{GATED} {SP}"),
+        ((1, 1, 1), LATENT),
+        ((1, 1, 1), MTP),
+        ((1, 2, 1), f"{GATED} {ZERO_BUBBLE} {RECOMPUTE}"),
+        ((1, 1, 2), f"{EXPERTS} --zero-stage 1"),
+        ((1, 1, 2), f"{GATED} --zero-stage 2"),
+    ],
+)
+def test_shared_weights_change_no_bit_in_any_layout(grid: tuple[int, int, int], extra: str) -> None:
+    check_sharing(grid, extra)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("grid", "extra", "gas"), [((1, 1, 2), "--zero-stage 3", 2), ((1, 1, 1), "", 1)])
+def test_weights_are_not_shared_if_it_saves_nothing(grid: tuple[int, int, int], extra: str, gas: int) -> None:
+    """ZeRO 3 frees the gathered weights, and a single micro-batch needs each form once."""
+    check_sharing(grid, extra, is_sharing=False, gas=gas)
 
 
 def check_equal(actual: Trace, expected: Trace) -> None:

@@ -82,9 +82,11 @@ def test_changed_recipe_is_reported() -> None:
     [
         ((8, 9), 0, None),
         ((9, 0), 8, None),
-        ((10, 0), 8, None),
+        ((10, 0), 0, None),
+        ((10, 0), 8, r"of experts need a GPU of NVIDIA with compute capability 9\.x .*on a GPU \(10\.0\)"),
+        ((12, 0), 8, r"of experts need a GPU of NVIDIA with compute capability 9\.x"),
         ((8, 0), 0, r"8\.9 or more, got --fp8-format e4m3 on a GPU \(8\.0\)\. Remove --fp8-format"),
-        ((8, 9), 8, r"of experts need a GPU of NVIDIA with compute capability 9\.0 or more"),
+        ((8, 9), 8, r"of experts need a GPU of NVIDIA with compute capability 9\.x"),
         (None, 0, r"on a GPU \(no\)"),
     ],
 )
