@@ -137,7 +137,7 @@ class Muon(torch.optim.Optimizer):
         weights: descriptions of the Muon groups' main params, in order; the same on all ranks of ``tensor`` and
             ``data``.
         tensor, data: groups of ranks that hold slices or copies of a weight. The work is distributed over both.
-        expert_data: replaces ``data`` for weights with ``is_expert``, whose matrices have one owner in this group.
+        expert_data: replaces ``data`` for weights with ``is_expert``, whose momentum has one owner in this group.
         device: device on which matrices are orthogonalized; main params may be on a CPU.
 
     Source: Jordan et al. 2024; Liu et al. 2025.
