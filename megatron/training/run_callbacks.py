@@ -90,6 +90,7 @@ def step_callbacks(config: Config, parameter_counts: Sequence[int], bytes_before
         CallbackRow(True, "precision_speed:PrecisionSpeedWarning"),
         CallbackRow(True, "speed_monitor:SpeedMonitor", lambda: (parameter_counts,)),
         CallbackRow(is_training, "run_description:RunDescription", lambda: (parameter_counts, bytes_before)),
+        CallbackRow(is_training, "disk_space:DiskSpaceWarning", lambda: (parameter_counts,)),
         CallbackRow(bool(parallel.pipeline_trace) and parallel.has_pipeline, "pipeline_picture:PipelinePicture"),
         CallbackRow(
             is_training and bool(checkpoint.export_hf_interval),

@@ -60,7 +60,7 @@ function logTicks(low, high) {
       if (value >= low && value <= high) values.push(value);
     }
   }
-  return values.length > 1 ? values : [low, high];
+  return values.length > 1 ? values : ticks(low, high, 4);
 }
 
 /* Return the exponential moving average with bias correction; missing values stay missing. */
