@@ -100,7 +100,7 @@ def test_text_without_token_files_has_the_losses_of_token_files(work_dir: Path, 
     assert losses[0] == losses[1] and len(losses[0]) == 4
     assert (tmp_path / "encoded-text").exists()
     without_tokenizer = run_script(tmp_path, DATA_PATH=str(corpus), TOKENIZER="", CHECKPOINT_PATH="other")
-    assert without_tokenizer.returncode == 3
+    assert without_tokenizer.returncode == 2
     assert "needs a tokenizer" in without_tokenizer.stdout + without_tokenizer.stderr
 
 

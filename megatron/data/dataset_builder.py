@@ -50,7 +50,7 @@ class OpenCorpus:
     @property
     def finished_file(self) -> IndexedDataset:
         """``token_file``, which is not text that is still being encoded."""
-        assert isinstance(self.token_file, IndexedDataset)
+        assert not isinstance(self.token_file, GrowingTokens)
         return self.token_file
 
 
@@ -120,7 +120,7 @@ def read_excluded(paths: BlendPaths, opened: Mapping[str, OpenCorpus]) -> dict[s
     """
     if paths.exclude is None:
         return None
-    num_documents = [corpus.finished_file.num_documents for corpus in opened.values()]
+    num_documents = [corpus.token_file.num_documents for corpus in opened.values()]
     return Exclusion.read(paths.exclude).by_prefix(list(opened), num_documents)
 
 

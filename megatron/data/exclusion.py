@@ -62,12 +62,12 @@ class Exclusion:
             ranges.append((corpus.strip(), int(match[1]), int(match[2] or match[1]), line_number))
         return cls(path, tuple(ranges))
 
-    def by_prefix(self, prefixes: Sequence[str], num_documents: Sequence[int]) -> dict[str, np.ndarray]:
+    def by_prefix(self, prefixes: Sequence[str], num_documents: Sequence[int | None]) -> dict[str, np.ndarray]:
         """Return each corpus's excluded documents: int64, ascending.
 
         Args:
             prefixes: the corpora of all splits.
-            num_documents: documents in each corpus.
+            num_documents: documents in each corpus; None for text that is being encoded, whose entries are not checked.
 
         Raises:
             DataError: an entry names no corpus or document of the run.
@@ -84,10 +84,10 @@ class Exclusion:
                     f"{FLAG} {self.path}, line {line_number}: must name one of the corpora {', '.join(prefixes)}, got "
                     f"{corpus or 'none'}. Write CORPUS ID"
                 )
-            if last >= counts[prefix]:
+            count = counts[prefix]
+            if count is not None and last >= count:
                 raise DataError(
-                    f"{FLAG} {self.path}, line {line_number}: {prefix} has the documents 0 to {counts[prefix] - 1}, "
-                    f"got {last}"
+                    f"{FLAG} {self.path}, line {line_number}: {prefix} has the documents 0 to {count - 1}, got {last}"
                 )
             ids[prefix].append(np.arange(first, last + 1))
         return {prefix: np.unique(np.concatenate(arrays)) for prefix, arrays in ids.items()}

@@ -187,7 +187,7 @@ def test_full_disk_while_text_is_encoded_ends_every_rank(
     argv = make_flags(text, tmp_path / "run", flags)
     with monkeypatch.context():
         inject_encoder_fault(action)
-        assert launch_script(2, argv, log) == [3, 3], log.read_text()
+        assert launch_script(2, argv, log) == [2, 2], log.read_text()
     message = log.read_text()
     assert "there is no space for the output in" in message and "Free disk space" in message
     (cached,) = (tmp_path / "encoded-text").glob("texts-*")
@@ -214,3 +214,14 @@ def test_killed_encoder_is_restarted_and_continues_with_its_units(
     assert finished is not None and 0 < int(finished[1]) < int(finished[2])
     assert train(token_files, tmp_path / "files" / "run", flags, num_ranks=2) == 0
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "files" / "run")
+
+
+@pytest.mark.slow
+def test_documents_are_excluded_while_text_is_encoded(text: Path, token_files: Path, tmp_path: Path) -> None:
+    (tmp_path / "ids.txt").write_text("0-1\n7\n30-40\n")
+    flags = f"{WINDOW_FLAGS} --exclude {tmp_path / 'ids.txt'}"
+    assert train(text, tmp_path / "text" / "run", flags) == 0
+    assert train(token_files, tmp_path / "files" / "run", flags) == 0
+    assert train(token_files, tmp_path / "plain" / "run", WINDOW_FLAGS) == 0
+    losses = losses_of(tmp_path / "text" / "run")
+    assert losses == losses_of(tmp_path / "files" / "run") != losses_of(tmp_path / "plain" / "run")
