@@ -15,7 +15,7 @@ from pathlib import Path
 
 from megatron.child_process import die_with_parent
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).absolute().parents[2]  # not resolved: the folders of a checkout may be links
 POLL_S = 0.1
 KILL_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36

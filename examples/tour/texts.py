@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 TEXTS = {
     "intro": (
-        "A tour of what happens when training goes wrong: {num} sections, about five minutes on two CPU cores. Each "
-        "section starts the printed command, which you can repeat, and shows lines of its output. The faults are in "
-        "examples/tour/faults.py. Press Ctrl-C to stop.",
-        "看看训练出错时会发生什么：共 {num} 节，在两个 CPU 核上约五分钟。每节运行所打印的命令（可自行重复），"
-        "并摘录其输出。故障由 examples/tour/faults.py 注入。按 Ctrl-C 停止。",
+        "This tour shows what happens when training goes wrong. Each section runs the printed command, which you can "
+        "repeat, and shows lines of its output. The faults are in examples/tour/faults.py. All sections take about five "
+        "minutes on two CPU cores; Ctrl-C stops.",
+        "本程序演示训练出错时会发生什么。每节运行所打印的命令（可以自行重复），并摘录它的输出。故障由 "
+        "examples/tour/faults.py 注入。全部各节在两个 CPU 核上约需五分钟；按 Ctrl-C 停止。",
     ),
     "running": ("running", "运行中"),
     "needed": ("{name} is needed for the comparison in {others}", "{others} 要与 {name} 的结果比较，因此先运行它"),
@@ -83,8 +83,8 @@ TEXTS = {
     "leak.title": ("Documents leak into one another", "文档相互泄漏"),
     "leak.before": (
         "A sample holds several documents. With the fault, the two ranks that share each sequence do not reset the "
-        "attention mask at the end of a document. Nothing crashes, and the loss looks normal.",
-        "一个样本里有多个文档。故障使分担同一序列的两个进程不在文档末尾重置注意力掩码。程序不会崩溃，损失看上去也正常。",
+        "attention mask at the end of a document. Nothing raises an error.",
+        "一个样本里有多个文档。故障使分担同一序列的两个进程不在文档末尾重置注意力掩码。程序不报任何错误。",
     ),
     "leak.after": (
         "The layout check trains a small model in this layout and in one process, in fp64: the losses differ, so the "
@@ -103,7 +103,7 @@ TEXTS = {
         "curve would not have shown the fault.",
         "检查会比较每个梯度，并指出误差最大的一个。第一步的损失是正确的，所以从损失曲线上看不出这个故障。",
     ),
-    "host.title": ("A lost host", "一台主机掉线"),
+    "host.title": ("A lost host", "一台主机丢失"),
     "host.before": (
         "Two launchers on this machine act as two hosts with two tensor ranks each. In step 28, all processes of "
         "host 1 are killed.",
@@ -112,7 +112,7 @@ TEXTS = {
     "host.after": (
         "The job continues on one host from the checkpoint of step 20. The global batch and the order of the samples "
         "are unchanged, so the losses are those of the first section up to rounding.",
-        "作业在剩下的一台主机上从第 20 步的检查点继续。全局批次和样本顺序不变，因此损失与第一节只有舍入误差。",
+        "任务在剩下的一台主机上从第 20 步的检查点继续。全局批次和样本顺序不变，因此损失与第一节只有舍入误差。",
     ),
 }
 """Key -> (English, Chinese)."""

@@ -85,7 +85,7 @@ def run_tour(
     """
     start = time.monotonic()
     (ROOT / RUNS).mkdir(parents=True, exist_ok=True)
-    console.print(texts("intro", num=len(sections)))
+    console.print(texts("intro"))
     for number, section in enumerate(sections, 1):
         section_start = time.monotonic()
         console.print(f"\n{number}/{len(sections)}  {texts(f'{section.name}.title')} ({section.name})", style="bold")
