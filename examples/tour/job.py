@@ -17,6 +17,7 @@ from megatron.child_process import die_with_parent
 
 ROOT = Path(__file__).absolute().parents[2]  # not resolved: the folders of a checkout may be links
 POLL_S = 0.1
+TERMINATE_S = 0.5
 KILL_S = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 _KEPT_VARIABLES = {"MEGATRON_VENV", "MEGATRON_LOG_LEVEL"}
@@ -85,7 +86,20 @@ def run_commands(
             time.sleep(POLL_S)
         return [process.returncode for process in processes]
     finally:
-        kill_descendants()
+        try:
+            _terminate(processes)
+        finally:
+            kill_descendants()
+
+
+def _terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask running processes to end; a launcher ends immediately at the second signal, and removes its files."""
+    for _ in range(2):
+        for process in processes:
+            process.terminate()
+        deadline = time.monotonic() + TERMINATE_S
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 def kill_descendants() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 TEXTS = {
     "intro": (
         "This tour shows what happens when training goes wrong. Each section runs the printed command, which you can "
-        "repeat, and shows lines of its output. The faults are in examples/tour/faults.py. All sections take about five "
-        "minutes on two CPU cores; Ctrl-C stops.",
+        "repeat, and shows lines of its output. The faults are in examples/tour/faults.py. All sections take about "
+        "five minutes on two CPU cores; Ctrl-C stops.",
         "本程序演示训练出错时会发生什么。每节运行所打印的命令（可以自行重复），并摘录它的输出。故障由 "
         "examples/tour/faults.py 注入。全部各节在两个 CPU 核上约需五分钟；按 Ctrl-C 停止。",
     ),

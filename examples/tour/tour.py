@@ -58,6 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sections = make_sections()
     flags = parse_args(sections, argv)
     texts = Texts(choose_language(environ))
+    sys.stdout.reconfigure(errors="replace")  # a terminal may not support Chinese
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     adopt_orphans()
     for signum in (signal.SIGTERM, signal.SIGHUP):
@@ -139,10 +140,9 @@ def run_step(commands: Sequence[Command], logs: Sequence[Path], limit_s: float, 
         except LimitError as error:
             raise NotDetectedError(texts("timeout", limit=error)) from error
     for command, log, code in zip(commands, logs, codes, strict=True):
-        shown = find_lines(read_lines(ROOT / log), command.patterns, texts)
         if code != command.code:
             raise NotDetectedError(texts("wrong code", expected=command.code, got=code))
-        show_lines(shown, console)
+        show_lines(find_lines(read_lines(ROOT / log), command.patterns, texts), console)
 
 
 def find_lines(lines: Sequence[str], patterns: Sequence[str], texts: Texts) -> list[str]:
