@@ -52,7 +52,7 @@ class Section:
     """A section of the tour. Its texts are NAME.title, NAME.before and NAME.after.
 
     Args:
-        steps: groups of commands; the commands of a group run at the same time.
+        groups: groups of commands; the commands of a group run at the same time.
         page: page with the details, relative to docs/.
         limit_s: time limit of a group in seconds, far above the usual time, for machines that are busy.
         needs: section whose losses ``compare`` reads; "" if there is none.
@@ -60,7 +60,7 @@ class Section:
     """
 
     name: str
-    steps: tuple[tuple[Command, ...], ...]
+    groups: tuple[tuple[Command, ...], ...]
     page: str
     limit_s: float = 120.0
     needs: str = ""

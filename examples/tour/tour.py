@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
     adopt_orphans()
     for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, exit_by_signal)
+        if signal.getsignal(signum) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(signum, exit_by_signal)
     try:
         return run_tour(select_sections(sections, flags.sections), flags.sections, flags.limit_s, console, texts)
     except KeyboardInterrupt:
@@ -96,10 +97,10 @@ def run_tour(
         console.print(texts(f"{section.name}.before"))
         log = Path()
         try:
-            for step_idx, commands in enumerate(section.steps):
-                logs = [RUNS / f"{section.name}-{step_idx + 1}-{idx + 1}.log" for idx in range(len(commands))]
+            for group_idx, commands in enumerate(section.groups):
+                logs = [RUNS / f"{section.name}-{group_idx + 1}-{idx + 1}.log" for idx in range(len(commands))]
                 log = logs[0]
-                run_step(commands, logs, limit_s or section.limit_s, console, texts)
+                run_group(commands, logs, limit_s or section.limit_s, console, texts)
             if section.compare is not None:
                 show_lines(section.compare(ROOT / RUNS, texts), console)
         except NotDetectedError as error:
@@ -107,7 +108,7 @@ def run_tour(
             show_lines(read_lines(ROOT / log)[-NUM_LAST_LINES:], console)
             return 1
         console.print(texts(f"{section.name}.after"))
-        page = f"docs/{'zh/' if texts.language == 'zh' else ''}{section.page.partition('#')[0]}"
+        page = f"docs/{'zh/' if texts.language == 'zh' else ''}{section.page}"
         seconds = time.monotonic() - section_start
         console.print(f"{texts('detected', seconds=seconds)}. {texts('link', page=page)}", style="green")
     minutes, seconds = divmod(round(time.monotonic() - start), 60)
@@ -116,7 +117,7 @@ def run_tour(
     return 0
 
 
-def run_step(commands: Sequence[Command], logs: Sequence[Path], limit_s: float, console: Console, texts: Texts) -> None:
+def run_group(commands: Sequence[Command], logs: Sequence[Path], limit_s: float, console: Console, texts: Texts) -> None:
     """Print commands, run them at the same time, and print the expected lines of the first one's output.
 
     Raises:

@@ -33,7 +33,7 @@ from tests.docs.test_docs import check_command
 ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = make_sections()
 NAMES = [section.name for section in SECTIONS]
-COMMANDS = [command for section in SECTIONS for commands in section.steps for command in commands]
+COMMANDS = [command for section in SECTIONS for commands in section.groups for command in commands]
 CLONED_PATHS = ("examples", "megatron", "tds", "tools", "run_gpt2.sh", "pretrain_gpt2.py", "ds_config_gpt2.json")
 ENGLISH = Texts("en")
 
@@ -56,7 +56,7 @@ def heal(command):
     return replace(command, line=re.sub(r"TOUR_FAULT=\S+", "TOUR_FAULT=", command.line))
 def make_healthy_sections():
     sections = make_sections()
-    return tuple(replace(one, steps=tuple(tuple(map(heal, commands)) for commands in one.steps)) for one in sections)
+    return tuple(replace(one, groups=tuple(tuple(map(heal, commands)) for commands in one.groups)) for one in sections)
 tour.make_sections = make_healthy_sections
 sys.exit(tour.main(["{name}", "--limit-s", "600"]))
 """
