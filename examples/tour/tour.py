@@ -117,7 +117,9 @@ def run_tour(
     return 0
 
 
-def run_group(commands: Sequence[Command], logs: Sequence[Path], limit_s: float, console: Console, texts: Texts) -> None:
+def run_group(
+    commands: Sequence[Command], logs: Sequence[Path], limit_s: float, console: Console, texts: Texts
+) -> None:
     """Print commands, run them at the same time, and print the expected lines of the first one's output.
 
     Raises:
