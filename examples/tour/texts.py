@@ -56,8 +56,9 @@ TEXTS = {
         "四个进程在样例故事上训练一个 110 万参数的 GPT-2，共 40 步：两个流水段，每段两个张量并行进程。",
     ),
     "train.after": (
-        "The loss falls. The run has checked by itself that this layout computes the gradients of a single process.",
-        "损失在下降；训练还自行验证了这种布局算出的梯度与单进程一致。",
+        "The loss falls. The first line is from the layout check: during its first steps, the run compares the "
+        "gradients of a small model in this layout with those of a single process.",
+        "损失在下降。第一行来自布局检查：训练在最初几步的同时，把一个小模型在这种布局下的梯度与单进程的梯度比较。",
     ),
     "kill.title": ("A rank is killed", "一个进程被杀死"),
     "kill.before": (

@@ -144,7 +144,7 @@ def run_group(
             raise NotDetectedError(texts("timeout", limit=error)) from error
     for command, log, code in zip(commands, logs, codes, strict=True):
         if code != command.code:
-            raise NotDetectedError(texts("wrong code", expected=command.code, got=code))
+            raise NotDetectedError(texts("wrong code", expected=command.code, code=code))
         show_lines(find_lines(read_lines(ROOT / log), command.patterns, texts), console)
 
 
