@@ -403,6 +403,13 @@ def test_script_rejects_old_python(tmp_path):
     assert "Python 3.11 or newer is needed, found Python 3.8.1" in result.stderr
 
 
+def test_tour_replaces_training(fake_python):
+    tour = run_script(fake_python, "--tour", "kill", "--limit-s", "9")
+    assert (tour.returncode, tour.stdout.split("\n")[0]) == (0, "said -m examples.tour.tour kill --limit-s 9")
+    other_model = run_script(fake_python, "--tour", model="t5")
+    assert other_model.returncode == 2 and "bash run_gpt2.sh --tour" in other_model.stderr
+
+
 def test_launcher_flags_are_not_passed_to_script(fake_python):
     output = run_script(
         fake_python, "--lr", "1e-3", "--max-restarts", "3", "--stop-grace=9", "--train-iters", "5"

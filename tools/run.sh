@@ -10,7 +10,7 @@
 #   program      training program; default: pretrain_<model>.py in the folder of the run script
 #
 # The flags --max-restarts, --stop-grace, --exit-grace, --init-timeout, --node-list and --node-timeout are passed to the
-# launcher, all other flags to the program.
+# launcher, all other flags to the program. --tour starts examples/tour/tour.py with the other arguments instead.
 set -euo pipefail
 trap 'exit 75' USR1                               # SLURM's warning before there is anything to save
 model=$1
@@ -18,6 +18,7 @@ shift
 
 launch=()
 rest=()
+is_tour=
 while [ $# -gt 0 ]; do
   case $1 in
     --max-restarts | --stop-grace | --exit-grace | --init-timeout | --node-list | --node-timeout)
@@ -27,6 +28,7 @@ while [ $# -gt 0 ]; do
     --max-restarts=* | --stop-grace=* | --exit-grace=* | --init-timeout=* | --node-list=* | --node-timeout=*)
       launch+=("$1")
       ;;
+    --tour) is_tour=1 ;;
     *) rest+=("$1") ;;
   esac
   shift
@@ -57,6 +59,11 @@ add --save CHECKPOINT_PATH
 export GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT pp_size mp_size cp_size
 # shellcheck source=tools/setup.sh
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh" run
+if [ -n "$is_tour" ]; then
+  if [ "$model" = gpt2 ]; then exec "$PYTHON" -m examples.tour.tour "$@"; fi
+  echo "error: --tour needs the small GPT-2, got $(basename "$0"). Use bash run_gpt2.sh --tour" >&2
+  exit 2
+fi
 home=$root
 if [ ! -e "$home/ds_config_$model.json" ]; then home=$root/examples/$model; fi
 if [ -n "${program:-}" ]; then program=$root/$program; else program=$home/pretrain_$model.py; fi

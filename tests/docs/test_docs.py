@@ -17,6 +17,8 @@ from unittest import mock
 
 import pytest
 
+from examples.tour import tour
+from examples.tour.sections import make_sections
 from megatron.arguments.deepspeed_keys import KNOWN
 from megatron.arguments.foreign_flags import foreign_flags
 from megatron.config import parse
@@ -87,6 +89,7 @@ DOCKER_FLAGS |= {"--stop-timeout", "--build-arg"}
 EXTERNAL_FLAGS = {
     "--help",
     "--help-all",
+    "--tour",
     "--local-dir",
     "--local_dir",
     "--all",
@@ -104,10 +107,11 @@ EXTERNAL_FLAGS = {
     "--array",
     "--cpus-per-task",
 }
-"""Flags of pytest's options here, of every parser, of srun and sbatch, pip, docker, SGLang, llama.cpp and ms-swift, and
-what tools/convert_hf.py reads ahead of its parser."""
+"""Flags of pytest's options here, of every parser, of tools/run.sh, of srun and sbatch, pip, docker, SGLang, llama.cpp
+and ms-swift, and what tools/convert_hf.py reads ahead of its parser."""
 
 PROGRAM_VARIABLES = {"WANDB_MODE", "PYTHONPATH", "MEGATRON_ACCELERATOR", "TORCH_INDEX", "PIP_INDEX_URL"}
+PROGRAM_VARIABLES |= {"LC_ALL", "NODE_LIST", "TOUR_FAULT", "program"}
 """Variables that Python, packages and our programs read, and no run script."""
 
 CURRENT_PAGES = [page for page in PAGES if page != EXPERIMENTS_PAGE]
@@ -183,6 +187,7 @@ def read_tool_flags() -> set[str]:
         ROOT / "megatron" / "generate" / "options.py",
         ROOT / "megatron" / "evaluation" / "options.py",
         ROOT / "examples" / "own_model.py",
+        ROOT / "examples" / "tour" / "tour.py",
     ]
     return {flag for source in sources for flag in re.findall(r'"(--[a-z][\w-]*)"', source.read_text(encoding="utf-8"))}
 
@@ -252,6 +257,9 @@ def check_command(args: list[str]) -> None:
         parse(unknown_flags, world_size=1, family=model if model in FAMILIES else "gpt2")
     else:
         assert (ROOT / script).is_file(), f"{script} is not there"
+        if flags[:1] == ["--tour"]:
+            tour.parse_args(make_sections(), flags[1:])
+            return
         if Path(script).name.startswith("run_") and script != "run_tests.sh":
             with mock.patch.dict(os.environ, {"RANK": "1"} if "--eval-tasks" in flags else {}):  # 0 looks for lm_eval
                 parse(drop_launcher_flags(flags), world_size=4, family=family, accepts_model=True)
