@@ -1,8 +1,8 @@
 """A run's callbacks: tables of (condition, class, arguments), in hook order.
 
-A run calls ``callbacks_before_save``, the checkpointer, ``debugging_callbacks``, ``step_callbacks``, the callbacks of the
-user's script and of ``--callback``, and finally ``reporting_callbacks``, so that values which a user's callback adds to
-the metrics are written. A class is imported only if its condition holds.
+A run calls ``callbacks_before_save``, the checkpointer, ``debugging_callbacks``, ``step_callbacks``, the callbacks of
+the user's script and of ``--callback``, and finally ``reporting_callbacks``, so that values which a user's callback
+adds to the metrics are written. A class is imported only if its condition holds.
 """
 
 from __future__ import annotations
