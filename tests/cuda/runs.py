@@ -308,6 +308,7 @@ def patch_torch(device: Device) -> None:
     FakeTensor.data_ptr = lambda tensor: device.storage(tensor) * 2**40 + tensor.storage_offset()
     torch._subclasses.fake_tensor.FakeTensorMode.avoid_device_init = property(lambda mode: True)
     torch._subclasses.fake_tensor.init_gpu_context = lambda device: None  # torch 2.11 allocates a real tensor there
+    torch.backends.cudnn.version = lambda: None  # a CUDA build of torch loads CUDA's library to query it
 
     def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, *args: Any, **kwargs: Any) -> torch.Tensor:
         if attn_mask is LOWER_RIGHT:
