@@ -53,7 +53,7 @@ def _construct(spec: CallbackSpec, module: ModuleType) -> Callback:
     if callback_class is None:
         raise ConfigError(f"--callback must name a class of the file, got {spec}, which the file does not define")
     if not (isinstance(callback_class, type) and issubclass(callback_class, Callback)):
-        noun = "class" if isinstance(callback_class, type) else type(callback_class).__name__
+        noun = "class without this base" if isinstance(callback_class, type) else type(callback_class).__name__
         raise ConfigError(
             f"--callback must name a subclass of megatron.training.Callback, got {spec}, a {noun}. Write "
             f"class {spec.class_name}(Callback) after: from megatron.training import Callback"
