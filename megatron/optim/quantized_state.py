@@ -13,8 +13,8 @@ Blocks start at the first element of this rank's main param. If the row lengths 
 multiples of 256, all layouts have the same blocks, and results with ZeRO are bitwise equal. Otherwise the rounding
 depends on the layout.
 
-Main params with fewer than 4,096 elements, or a number that is not a multiple of 256, have states in their own dtype,
-as in torchao.
+Weights with fewer than 4,096 elements, over all ranks, and main params with a number that is not a multiple of 256 have
+states in their own dtype, as in torchao.
 
 Source: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", section 2.
 """
@@ -22,11 +22,13 @@ Source: Dettmers et al. 2022, "8-bit optimizers via block-wise quantization", se
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
 
 from megatron.errors import ConfigError
+from megatron.mpu.shard import shard_of
 
 BLOCK_NUMEL = 256
 MIN_NUMEL = 4096
@@ -34,7 +36,8 @@ MIN_NUMEL = 4096
 
 def can_be_quantized(main_param: torch.Tensor) -> bool:
     """Return True if the states of ``main_param`` are divided into full blocks and are worth quantizing."""
-    return main_param.numel() >= MIN_NUMEL and main_param.numel() % BLOCK_NUMEL == 0
+    is_large = math.prod(shard_of(main_param).global_shape) >= MIN_NUMEL  # also for the small shards of ZeRO
+    return is_large and main_param.numel() % BLOCK_NUMEL == 0
 
 
 def is_quantized(state: Any) -> bool:

@@ -151,9 +151,8 @@ def check_sharing(grid: tuple[int, int, int], extra: str, *, is_sharing: bool = 
     for (trace, num_bytes), (plain_trace, plain_bytes) in zip(shared, plain, strict=True):
         check_equal(trace, plain_trace)
         assert plain_bytes == [0] * 3
-        assert num_bytes[0] in (counted if is_sharing else [0]) and num_bytes == [num_bytes[0]] * 3
-    if is_sharing:
-        assert {num_bytes[0] for _, num_bytes in shared} == set(counted)
+        assert (min(num_bytes) > 0) == is_sharing  # an expert without rows is not quantized in a step
+    assert {max(num_bytes) for _, num_bytes in shared} == (set(counted) if is_sharing else {0})
 
 
 def test_shared_weights_change_no_bit() -> None:
