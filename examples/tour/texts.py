@@ -14,8 +14,8 @@ TEXTS = {
     ),
     "running": ("running", "运行中"),
     "needed": ("{name} is needed for the comparison in {others}", "{others} 要与 {name} 的结果比较，因此先运行它"),
-    "link": ("More: {page}", "详见 {page}"),
-    "detected": ("done in {seconds:.0f} s", "完成，用时 {seconds:.0f} 秒"),
+    "link": ("More: {page}", "详见 {page}。"),
+    "detected": ("Done in {seconds:.0f} s.", "完成，用时 {seconds:.0f} 秒。"),
     "failed": (
         "FAILED: {reason}. The last lines of {log}:",
         "失败：{reason}。{log} 的最后几行：",

@@ -110,7 +110,7 @@ def run_tour(
         console.print(texts(f"{section.name}.after"))
         page = f"docs/{'zh/' if texts.language == 'zh' else ''}{section.page}"
         seconds = time.monotonic() - section_start
-        console.print(f"{texts('detected', seconds=seconds)}. {texts('link', page=page)}", style="green")
+        console.print(f"{texts('detected', seconds=seconds)} {texts('link', page=page)}", style="green")
     minutes, seconds = divmod(round(time.monotonic() - start), 60)
     summary = texts("summary", num=len(sections), minutes=minutes, seconds=seconds, folder=RUNS)
     console.print(f"\n{summary}", style="bold")
