@@ -363,20 +363,24 @@ class CommunicationModel:
         sizes = layout.micro_batch_size, layout.tensor, BYTES[layout.dtype]
         state_bytes = self.costs.state_messages(*sizes, unit)
         states = _gathered_and_scattered(group, state_bytes, 1 if layout.recompute == "none" else 2)
-        message_bytes = self.costs.context_messages(*sizes, unit)
-        if layout.cuts_heads:
+        ranks, stride = self.costs.context_head_ranks(unit), layout.stride("context")
+        if ranks > 1:
             times = 2 if layout.recompute == "none" else 3
-            moved = sum((group.all_gather(size / layout.context) for size in message_bytes), Traffic())
-            return states + moved.repeated(times)
+            inner = Group.on_machine(self.machine, ranks, stride, layout.world_size)
+            exchanged = self.costs.head_messages(*sizes, unit)
+            moved = sum((inner.all_gather(size / layout.context) for size in exchanged), Traffic())
+            states += moved.repeated(times)
+        if not self.costs.gathers_over_all_context_ranks:
+            group = Group.on_machine(self.machine, layout.context // ranks, stride * ranks, layout.world_size)
         num_gathers = 1 if self.costs.saves_context_messages and layout.recompute == "none" else 2
-        return states + _gathered_and_scattered(group, message_bytes, num_gathers)
+        return states + _gathered_and_scattered(group, self.costs.context_messages(*sizes, unit), num_gathers)
 
     def expert_traffic(self, layout: Layout) -> list[Traffic]:
         """Return the expert-parallel communication per unit for a micro-batch. It never overlaps.
 
         The experts are assumed to be evenly loaded. The few bytes of row counts are left out.
         """
-        group = Group.on_machine(self.machine, layout.expert, layout.stride("context"), layout.world_size)
+        group = Group.on_machine(self.machine, layout.expert, layout.expert_shards, layout.world_size)
         message_bytes = self.costs.expert_messages(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
         times = 3 if layout.recompute == "full" else 2
         return [
@@ -448,7 +452,7 @@ class CommunicationModel:
         num_dense = parameters_by_stage[fullest] - num_expert
         group = Group.on_machine(machine, layout.data * layout.context, layout.stride("context"), layout.world_size)
         expert_group = Group.on_machine(
-            machine, layout.expert_replicas, layout.stride("context") * layout.expert, layout.world_size
+            machine, layout.expert_replicas, layout.expert_shards * layout.expert, layout.world_size
         )
         sent = self._replica_traffic(layout, group, num_dense, state, backward_s)
         if num_expert:
@@ -532,7 +536,7 @@ class CommunicationModel:
     def _update(self, layout: Layout, num_dense: int, num_expert: int, state: State, matrices: int = 0) -> float:
         """Return the seconds per update: read and write all states, and read the gradients again for the norm."""
         machine, share = self.machine, layout.zero.share(1)
-        num_parameters = num_dense / share + num_expert * layout.expert / max(share, layout.expert)
+        num_parameters = num_dense / share + num_expert / (max(layout.expert_replicas, 1) if share > 1 else 1)
         moved_bytes = (
             num_parameters * (2 * (state.width + state.optimizer) + 2 * state.gradient)
             - 2 * state.saved * matrices / share
