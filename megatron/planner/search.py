@@ -139,7 +139,8 @@ def candidates(planner: Planner, spec: SearchSpec) -> Iterator[Layout]:
             data = world // tensor // pipe
             if pipe > planner.config.total_layers or batch % data:
                 continue
-            grid = replace(spec.base_layout, tensor=tensor, pipe=pipe, data=data)
+            expert_tensor = planner.config.expert_sizes[1]
+            grid = replace(spec.base_layout, tensor=tensor, pipe=pipe, data=data, expert_tensor=expert_tensor)
             for micro in _allowed(_micro_batches(batch // data), fixed, "micro_batch_size"):
                 num_micro = batch // data // micro
                 if batch // data % micro == 0 and num_micro == fixed.get("num_micro_batches", num_micro):

@@ -463,10 +463,13 @@ class CommunicationModel:
         products = max(matrices_of_stages, key=lambda expert_group: sum(one.weights for one in expert_group))
         matrices = sum(product.weights for product in products) // layout.tensor
         seconds = self._update(layout, num_dense, num_expert, state, matrices)
-        for is_distributed, replicas in ((False, group), (True, expert_group)):
+        for is_distributed, replicas, shards in (
+            (False, group, layout.tensor),
+            (True, expert_group, layout.expert_shards),
+        ):
             owned = [product for product in products if product.is_distributed == is_distributed]
             if owned:
-                muon_messages, newton_schulz_s = self._muon_update(layout, owned, replicas)
+                muon_messages, newton_schulz_s = self._muon_update(layout, owned, replicas, shards)
                 sent, seconds = sent + muon_messages, seconds + newton_schulz_s
         return sent, seconds
 
@@ -510,16 +513,19 @@ class CommunicationModel:
         backward = (reduction + group.all_gather(weights)).hidden_by(overlap_s)
         return group.all_gather(weights).hidden_by(forward_s) + backward
 
-    def _muon_update(self, layout: Layout, products: Sequence[Product], data: Group) -> tuple[Traffic, float]:
+    def _muon_update(
+        self, layout: Layout, products: Sequence[Product], data: Group, shards: int
+    ) -> tuple[Traffic, float]:
         """Return the traffic of Muon's update, and the duration of the Newton-Schulz steps in seconds.
 
-        The matrices are divided among ``layout.tensor * data.size`` owners. The steps run in bf16. Query, key and value
+        The matrices are divided among ``shards * data.size`` owners. The steps run in bf16. Query, key and value
         count as one matrix, and so do gate and up. Matrices are sent to their owner and back with 2 bytes per element.
 
         Args:
             data: group of the ranks that hold the same matrices.
+            shards: number of consecutive ranks over which a matrix is sharded.
         """
-        machine, owners = self.machine, layout.tensor * data.size
+        machine, owners = self.machine, shards * data.size
         dtype = "bf16" if "bf16" in machine.product_flops else layout.dtype
         seconds = 0.0
         for product in products:
@@ -527,7 +533,7 @@ class CommunicationModel:
             rate = machine.product_rate(dtype, float(rows * rows * columns) ** (1 / 3))
             seconds += product.count * newton_schulz_flops(rows, columns) / rate / owners
         num_weights = sum(product.weights for product in products)
-        tensor = self._axis_group("tensor", layout)
+        tensor = Group.on_machine(machine, shards, 1, layout.world_size)
         num_bytes = 2 * num_weights / owners  # each rank sends as many bytes as it receives
         gathered_bytes = num_bytes if layout.zero_stage else num_bytes * data.size
         to_owner = data.all_gather(num_bytes if layout.zero_stage else 0)
