@@ -387,7 +387,11 @@ class _Reader:
             words = value if isinstance(value, list) else [value]
             if any(isinstance(word, (dict, list, bool)) or word is None for word in words) or not words:
                 raise ValueError(f"a string, or a list of strings and numbers, got {_describe_value(value)}")
-            return True, option.join([str(word) for word in words])
+            text = option.join([str(word) for word in words])
+            if not option.is_list:
+                return True, text
+            value, problem = option.convert(text, option.flag)
+            return True, text if problem else value
         if isinstance(value, (dict, list)):
             raise ValueError(f"{option.rule()}, got {_describe_value(value)}")
         if option.read is not None and isinstance(value, str):

@@ -45,10 +45,10 @@ class Target(NamedTuple):
     is_fallback: bool = False
 
     @property
-    def choices(self) -> dict[str, str]:
+    def choices(self) -> dict[str, str | bool]:
         """Value of the flag -> value of the field; empty for a constant."""
         pairs = [pair.partition(":") for pair in self.value.split(",")]
-        return {word: value for word, colon, value in pairs if colon}
+        return {word: value == "True" or value for word, colon, value in pairs if colon}
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def _sizes(config: Config) -> Iterator[tuple[str, int, int]]:
     if any(layer_type.feed_forward == MLP for layer_type in types):
         yield "--ff-hidden-size", model.ff_hidden_size, tensor
     if any(layer_type.feed_forward == EXPERTS for layer_type in types):
-        expert_shards = tensor if config.parallel.expert_tensor_parallel_size != 1 else 1
+        expert_shards = config.parallel.expert_shards
         yield "--moe-ffn-hidden-size", model.moe_ffn_hidden_size, expert_shards
         if model.moe_shared_expert_intermediate_size:
             yield "--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size, tensor

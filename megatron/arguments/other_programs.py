@@ -107,8 +107,7 @@ def notes(config: Config, scanned: Scan) -> Iterator[str]:
             "--loss-average micro-batch, as Megatron-LM without --calculate-per-token-loss: the loss is the mean of "
             "the micro-batches' means"
         )
-    is_aux_loss = config.model.moe_router_load_balancing_type == AUX_LOSS
-    if config.model.num_experts and config.model.moe_aux_loss_coeff and is_aux_loss:
+    if config.model.num_experts and AUX_LOSS in config.model.aux_losses:
         yield (
             "the load-balancing loss aux_loss uses the experts' shares of the previous global batch; Megatron-LM's "
             "uses those of the micro-batch on one replica"

@@ -16,6 +16,7 @@ from megatron.config.decoder import has_window
 from megatron.config.experts import AUX_LOSSES, FIELD_NAMES, NO_LOSS
 from megatron.config.latent_attention import LATENT_ONLY
 from megatron.config.layer_types import GATED_DELTA_NET, KIMI_DELTA, MAMBA2, MLP, layer_types, recurrent_mixers
+from megatron.config.parallel import HIERARCHICAL
 from megatron.config.recurrent import DELTA_MIXERS, LINEAR, MAMBA
 
 FP8_FIELDS = ("fp8_recipe", "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
@@ -136,6 +137,11 @@ SHADOWS = (
         lambda config: not (config.optimizer.optimizer == "adamw" or config.optimizer.is_muon),
         "--optimizer is not AdamW",
     ),
+    Shadow(
+        ("apply_wd_to_qk_layernorm",),
+        lambda config: config.model.qk_norm in ("none", "l2") or config.model.multi_latent_attention,
+        "there are no norms of queries and keys with weights (--qk-norm)",
+    ),
     # FP8
     Shadow(
         FP8_FIELDS,
@@ -157,6 +163,11 @@ SHADOWS = (
         lambda config: config.optimizer.zero_stage != 3,
         "weights are gathered layer by layer with ZeRO 3 only",
     ),
+    Shadow(
+        ("hierarchical_context_parallel_sizes",),
+        lambda config: HIERARCHICAL not in config.parallel.cp_comm_type.split(),
+        "no layer uses --cp-comm-type a2a+p2p",
+    ),
     # experts
     Shadow(
         (*FIELD_NAMES[1:], "expert_model_parallel_size", "expert_tensor_parallel_size"),
@@ -172,8 +183,8 @@ SHADOWS = (
         ("moe_router_load_balancing_type",),
         lambda config: (
             bool(config.model.num_experts)
-            and config.model.moe_router_load_balancing_type in AUX_LOSSES
-            and config.model.moe_aux_loss_coeff == 0
+            and set(config.model.balancing_types) <= set(AUX_LOSSES)
+            and not config.model.has_aux_loss
         ),
         "--moe-aux-loss-coeff is 0",
     ),

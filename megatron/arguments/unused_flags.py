@@ -270,7 +270,14 @@ def format_problems(config: Config) -> Iterator[str]:
                 f"--{name.replace('_', '-')} needs --checkpoint-format native, got deepspeed. Remove one of them; if "
                 "the run folder has checkpoints in DeepSpeed's layout, also set --save to another folder"
             )
-    by_name = ("lr_embedding", "lr_head", "decoupled_lr", "lr_by_name", "weight_decay_by_name")
+    by_name = (
+        "lr_embedding",
+        "lr_head",
+        "decoupled_lr",
+        "lr_by_name",
+        "weight_decay_by_name",
+        "apply_wd_to_qk_layernorm",
+    )
     if flags := _flags(config, by_name):
         yield (
             "--checkpoint-format deepspeed stores optimizer states by index in groups with one learning rate, got "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from megatron.config.config import Config
 from megatron.config.experts import expert_rank_problems
 from megatron.config.layer_types import has_attention
 from megatron.config.option import is_derived, options_of
+from megatron.config.parallel import ALL_TO_ALL, HIERARCHICAL, P2P
 from megatron.config.pipeline_layout import FLAG as LAYOUT_FLAG
 from megatron.config.pipeline_layout import num_layers, parse_layout
 from megatron.errors import raise_all
@@ -156,18 +158,23 @@ def context_parallel_problems(config: Config) -> Iterator[str]:
             f"{length} and 2 x {c}{f' x {t}' if tensor else ''} = {parts} ({length} / {parts} = {length / parts:g}). "
             f"Use --seq-length {-(-length // parts) * parts}, or another --context-parallel-size"
         )
-    if parallel.cp_comm_type == "a2a":
+    types = parallel.cp_comm_type.split()
+    yield from _context_type_problems(config)
+    for comm_type in (ALL_TO_ALL, HIERARCHICAL):
+        ranks = parallel.head_ranks_of(comm_type)
+        if comm_type not in types or ranks == 1:
+            continue
         heads = {"--num-attention-heads": model.num_attention_heads}
         if config.family_config.KIND == "decoder" and model.num_query_groups != model.num_attention_heads:
             heads["--num-query-groups"] = model.num_query_groups
         if config.family_config.KIND == "decoder" and model.window_num_query_groups:
             heads["--window-num-query-groups"] = model.window_num_query_groups
         for flag, count in heads.items():
-            if count % (t * c):
+            if count % (t * ranks):
                 yield (
-                    f"--cp-comm-type a2a distributes the heads of a tensor rank over the context ranks, so {flag} "
-                    f"must be a multiple of {t} x {c} = {t * c}, got {count}. Use --cp-comm-type all_gather, which "
-                    "splits queries instead of heads"
+                    f"--cp-comm-type {comm_type} distributes the heads of a tensor rank over {ranks} context ranks, so "
+                    f"{flag} must be a multiple of {t} x {ranks} = {t * ranks}, got {count}. Use --cp-comm-type "
+                    "all_gather, which splits queries instead of heads"
                 )
     if parallel.compile:
         yield (f"--compile does not support the exchange of keys and values within a layer, {got}. Remove one of them")
@@ -178,13 +185,36 @@ def context_parallel_problems(config: Config) -> Iterator[str]:
         )
 
 
+def _context_type_problems(config: Config) -> Iterator[str]:
+    """Yield an error message if the types of --cp-comm-type do not fit the layers or the hierarchical sizes."""
+    parallel, num_layers = config.parallel, config.total_layers
+    c, types, sizes = parallel.context_parallel_size, parallel.cp_comm_type.split(), parallel.hierarchical_sizes
+    if len(types) not in (1, num_layers):
+        yield (
+            f"--cp-comm-type must have one type, or one for each of the {num_layers} layers, got {len(types)}: "
+            f"{parallel.cp_comm_type}"
+        )
+    elif len(set(types)) > 1 and config.family_config.KIND != "decoder":
+        yield f"--cp-comm-type must be the same in all layers of this model, got {parallel.cp_comm_type}. Use one type"
+    if HIERARCHICAL in types and (len(sizes) != 2 or math.prod(sizes) != c):
+        yield (
+            "--cp-comm-type a2a+p2p needs two --hierarchical-context-parallel-sizes whose product is "
+            f"--context-parallel-size {c}, got {parallel.hierarchical_context_parallel_sizes or 'none'}. Set them"
+        )
+
+
 def context_parallel_notes(config: Config) -> Iterator[str]:
     """Yield a note if --cp-comm-type has no effect, or if its value is treated like another one."""
     parallel = config.parallel
     if "cp_comm_type" in config.explicit_fields and parallel.context_parallel_size == 1:
         yield f"--cp-comm-type {parallel.cp_comm_type} has no effect with --context-parallel-size 1"
-    elif parallel.cp_comm_type == "p2p" and parallel.context_parallel_size > 1:
+    elif P2P in parallel.cp_comm_type.split() and parallel.context_parallel_size > 1:
         yield "--cp-comm-type p2p: keys and values are gathered, as with all_gather; the results are the same"
+    elif HIERARCHICAL in parallel.cp_comm_type.split() and parallel.context_parallel_size > 1:
+        yield (
+            "--cp-comm-type a2a+p2p: keys and values are gathered over the outer group, where Megatron-LM sends them "
+            "around a ring; the results are the same"
+        )
 
 
 # Checks that need more than one section. All problems are collected, then raised at once.

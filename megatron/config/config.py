@@ -140,6 +140,14 @@ class Config:
         return int(self.family_config.total_layers(self.model))
 
     @property
+    def expert_sizes(self) -> tuple[int, int]:
+        """Sizes of expert parallelism and of experts' tensor parallelism (0: all tensor ranks), as in ``Topology``."""
+        parallel = self.parallel
+        if not self.model.num_experts:
+            return 1, 0
+        return parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+
+    @property
     def sequence_lengths(self) -> tuple[int, ...]:
         """Tokens per sample that the model reads: one length, or the encoder and decoder lengths."""
         lengths: tuple[int, ...] = self.family_config.sequence_lengths(self.batch)

@@ -64,15 +64,20 @@ class ExpertFeatures:
         AUX_LOSS,
         "load balancing of experts: a loss weighted by --moe-aux-loss-coeff, with an expert's fraction f of the "
         "choices in the previous global batch (aux_loss), in the token's sequence (seq_aux_loss), or in this step's "
-        "micro-batches so far on all replicas (global_aux_loss); sinkhorn: in training, choose experts by balanced "
-        "scores of the micro-batch; none",
+        "micro-batches so far on all replicas (global_aux_loss); several losses are added; sinkhorn: in training, "
+        "choose experts by balanced scores of the micro-batch; none",
         choices=(*AUX_LOSSES, SINKHORN, NO_LOSS),
+        join=" ".join,
+        is_list=True,
     )
-    moe_aux_loss_coeff: float = _option(
+    moe_aux_loss_coeff: float | str = _option(
         0.0,
         "weight of the load-balancing loss E x sum of f P over experts; f is the fraction of choices that "
-        "--moe-router-load-balancing-type selects, P the mean probability in the global batch",
+        "--moe-router-load-balancing-type selects, P the mean probability in the global batch; one weight for each of "
+        "its losses",
         minimum=0,
+        join=" ".join,
+        is_list=True,
     )
     moe_z_loss_coeff: float = _option(
         0.0, "weight of the router's z-loss, the mean square of the log-sum-exp of its logits", minimum=0
@@ -131,9 +136,25 @@ class ExpertFeatures:
         return self.moe_router_group_score_topk or self.moe_router_topk // max(self.moe_router_group_topk, 1)
 
     @property
+    def balancing_types(self) -> tuple[str, ...]:
+        """Types of load balancing, one or several."""
+        return tuple(self.moe_router_load_balancing_type.split())
+
+    @property
+    def aux_loss_coeffs(self) -> tuple[float, ...]:
+        """Weights in ``moe_aux_loss_coeff``, one for each of ``balancing_types``."""
+        return tuple(map(float, str(self.moe_aux_loss_coeff).split()))
+
+    @property
+    def aux_losses(self) -> dict[str, float]:
+        """Weight of each load-balancing loss by type, without those of weight 0."""
+        pairs = zip(self.balancing_types, self.aux_loss_coeffs, strict=False)
+        return {name: weight for name, weight in pairs if name in AUX_LOSSES and weight > 0}
+
+    @property
     def has_aux_loss(self) -> bool:
         """True if an auxiliary loss balances the experts' load."""
-        return self.moe_router_load_balancing_type in AUX_LOSSES and self.moe_aux_loss_coeff > 0
+        return bool(self.aux_losses)
 
     @property
     def has_sinkhorn(self) -> bool:
@@ -249,6 +270,7 @@ def _router_problems(model: Any) -> Iterator[str]:
     )  # fmt: skip
     if k > experts:
         yield f"--moe-router-topk must not exceed --num-experts, got {k} and {experts}. Lower it"
+    yield from _balancing_problems(model)
     yield from _sinkhorn_problems(model)
     is_topk = not model.has_sinkhorn
     if k == 1 and is_topk and model.moe_router_score_function == SOFTMAX and not model.moe_router_pre_softmax:
@@ -287,14 +309,29 @@ def _router_problems(model: Any) -> Iterator[str]:
         )
 
 
+def _balancing_problems(model: Any) -> Iterator[str]:
+    """Yield an error message if several types of load balancing do not fit each other or their weights."""
+    types, weights = model.balancing_types, model.aux_loss_coeffs
+    if len(types) != len(weights):
+        yield (
+            "--moe-aux-loss-coeff must have one weight for each type of --moe-router-load-balancing-type, got "
+            f"{model.moe_aux_loss_coeff} for {model.moe_router_load_balancing_type}. Set {len(types)}"
+        )
+    if len(types) > 1 and (len(set(types)) < len(types) or not set(types) <= set(AUX_LOSSES)):
+        yield (
+            f"several types of --moe-router-load-balancing-type must be different ones of {', '.join(AUX_LOSSES)}, got "
+            f"{model.moe_router_load_balancing_type}. Remove the others"
+        )
+
+
 def _sinkhorn_problems(model: Any) -> Iterator[str]:
     """Yield an error message for each setting of the router that sinkhorn does not support."""
     if not model.has_sinkhorn:
         return
-    if model.moe_aux_loss_coeff:
+    if any(model.aux_loss_coeffs):
         yield (
             "--moe-router-load-balancing-type sinkhorn has no load-balancing loss, got --moe-aux-loss-coeff "
-            f"{model.moe_aux_loss_coeff:g}. Remove it, or use seq_aux_loss"
+            f"{model.moe_aux_loss_coeff}. Remove it, or use seq_aux_loss"
         )
     flags = [
         flag
@@ -333,16 +370,16 @@ def _layout_problems(config: Any) -> Iterator[str]:
             "--checkpoint-format deepspeed does not support --expert-model-parallel-size above 1. Use "
             "--checkpoint-format native"
         )
-    if parallel.expert_tensor_parallel_size not in (0, 1, t):
+    if t % parallel.expert_shards:
         yield (
-            "--expert-tensor-parallel-size must be 1 or --model-parallel-size, got "
-            f"{parallel.expert_tensor_parallel_size} and {t}. Remove it"
+            "--expert-tensor-parallel-size must divide --model-parallel-size, got "
+            f"{parallel.expert_shards} and {t}. Use one of {[n for n in range(1, t + 1) if t % n == 0]}"
         )
-    if parallel.expert_tensor_parallel_size == 1 < t and not parallel.sequence_parallel:
+    elif parallel.expert_shards < t and not parallel.sequence_parallel:
         yield (
-            f"--expert-tensor-parallel-size 1 with --model-parallel-size {t} needs --sequence-parallel: an unsharded "
-            "expert processes the sequence shard of its tensor rank. Add --sequence-parallel, or remove "
-            "--expert-tensor-parallel-size"
+            f"--expert-tensor-parallel-size {parallel.expert_shards} with --model-parallel-size {t} needs "
+            "--sequence-parallel: an expert processes the sequence shards of its tensor ranks. Add "
+            "--sequence-parallel, or remove --expert-tensor-parallel-size"
         )
     if parallel.compile:
         yield "--compile supports dense layers only, got --num-experts. Remove one of them"
@@ -350,9 +387,13 @@ def _layout_problems(config: Any) -> Iterator[str]:
 
 def expert_rank_problems(config: Any, ranks: int) -> Iterator[str]:
     """Yield an error message if the experts cannot be divided over ``ranks`` ranks on the data and context axes."""
-    ep = config.parallel.expert_model_parallel_size
-    if config.model.num_experts and ranks % ep:
+    parallel = config.parallel
+    ep, etp, t = parallel.expert_model_parallel_size, parallel.expert_shards, parallel.model_parallel_size
+    num_ranks, axes = ranks * t // etp, "data x context ranks"
+    if etp < t:
+        axes = f"data x context x tensor / expert tensor ranks ({ranks} x {t} / {etp})"
+    if config.model.num_experts and t % etp == 0 and num_ranks % ep:
         yield (
-            f"--expert-model-parallel-size must divide the data x context ranks, got {ep} and {ranks}. Use one of "
-            f"{[n for n in range(1, ranks + 1) if ranks % n == 0]}"
+            f"--expert-model-parallel-size must divide the {axes}, got {ep} and {num_ranks}. Use one of "
+            f"{[n for n in range(1, num_ranks + 1) if num_ranks % n == 0]}"
         )

@@ -164,6 +164,9 @@ class OptimizerConfig:
     weight_decay_by_name: str = option(
         "", "weight decay by parameter name, including biases and norms: PATTERN=DECAY, as for --lr-by-name"
     )
+    apply_wd_to_qk_layernorm: bool = option(
+        False, "apply the weight decay to the norms of queries and keys too, as Qwen3-Next does; none for other norms"
+    )
     weight_decay_incr_style: str = option(
         "constant",
         "weight decay over the run: constant: --weight-decay; linear or cosine: from --start-weight-decay to "

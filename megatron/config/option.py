@@ -40,6 +40,7 @@ class Option:
     read: Callable[[str], Any] | None = None  # converts text to the value, if the type itself cannot
     join: Callable[[Sequence[str]], str] | None = None  # joins all words up to the next flag into one text
     repeats: bool = False  # with ``join``: a repeated flag adds its words to those before, instead of replacing them
+    is_list: bool = False  # takes several values, too, which are stored as a text of words
     synonyms: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other trainers' words -> the choice
     short: str = ""  # line in --help; flags without it are listed in --help-all only
 
@@ -52,6 +53,17 @@ class Option:
     def shown_type(self) -> str:
         """Describe a value in tables: its choices, or its type followed by dots if it may be several words."""
         return ", ".join(self.choices) or (f"{self.value_type} ..." if self.join else self.value_type)
+
+    def values_of(self, value: Any) -> list[Any]:
+        """List the values in ``value``, which is one value, or a text of several ones if ``is_list``.
+
+        Raises:
+            ValueError: a word is not a number.
+        """
+        if not (self.is_list and isinstance(value, str)):
+            return [value]
+        words = [self.synonyms.get(word, word) for word in value.split()] or [""]
+        return [float(word) for word in words] if self.value_type == "float" else words
 
     def rule(self) -> str:
         """Describe the valid values in words."""
@@ -75,6 +87,15 @@ class Option:
         """Explain why ``value`` is invalid for this field; None if it is valid. ``label`` names its source."""
         if value is None and self.default is None:
             return None
+        if self.is_list and isinstance(value, str):
+            try:
+                problems = [self._problem_of_one(word, label) for word in self.values_of(value)]
+            except ValueError:
+                return f"{label or self.flag} must be {self.rule()}, got {value!r}"
+            return next(filter(None, problems), None)
+        return self._problem_of_one(value, label)
+
+    def _problem_of_one(self, value: Any, label: str) -> str | None:
         types = VALUE_TYPES[self.value_type]
         is_wrong_type = not isinstance(value, types) or (isinstance(value, bool) and self.value_type != "bool")
         if is_wrong_type or not self._in_range(value):
@@ -99,7 +120,10 @@ class Option:
         """Parse the text after ``flag`` into (value, problem)."""
         value: Any = self.synonyms.get(text, text)
         try:
-            if self.read is not None:
+            if self.is_list:
+                words = self.values_of(text)
+                value = words[0] if len(words) == 1 else " ".join(map(str, words))
+            elif self.read is not None:
                 value = self.read(text)
             elif self.value_type in ("int", "float"):
                 value = int(text) if self.value_type == "int" else float(text)

@@ -26,6 +26,8 @@ from tds.schedule.simulate import (
     placement_for,
 )
 
+ALL_GATHER, ALL_TO_ALL, P2P, HIERARCHICAL = "all_gather", "a2a", "p2p", "a2a+p2p"
+"""Communication of attention over context ranks."""
 PARTITION_METHODS = ("balanced", "uniform", "parameters", "profile")
 STEP_TIMEOUT_S = 60
 """Seconds without progress in a step after which a rank ends the job; the first step has a longer limit."""
@@ -69,20 +71,29 @@ class ParallelConfig:
     cp_comm_type: str = option(
         "all_gather",
         "communication of attention over context ranks: all_gather: keys and values; a2a: all tokens of a head to "
-        "one rank, if c divides the heads of a tensor rank; p2p (Megatron's ring) and a2a+p2p (its hierarchical form): "
-        "the same as all_gather here",
-        choices=("all_gather", "a2a", "p2p"),
-        synonyms={"a2a+p2p": "p2p"},
+        "one rank, if c divides the heads of a tensor rank; p2p (Megatron's ring): the same as all_gather here; "
+        "a2a+p2p: a2a within groups of the first of --hierarchical-context-parallel-sizes ranks, p2p between them. One "
+        "type for all layers, or one for each layer",
+        choices=(ALL_GATHER, ALL_TO_ALL, P2P, HIERARCHICAL),
+        join=" ".join,
+        is_list=True,
+    )
+    hierarchical_context_parallel_sizes: str = option(
+        "",
+        "with --cp-comm-type a2a+p2p: two sizes with the product --context-parallel-size: of the groups of consecutive "
+        "context ranks that exchange heads, and of the groups over which keys and values are gathered",
+        join=" ".join,
     )
     expert_model_parallel_size: int = option(
         1,
-        "expert-parallel size: the experts of a layer are distributed over this many data x context ranks",
+        "expert-parallel size: the experts of a layer are distributed over this many of the ranks of a stage that "
+        "--expert-tensor-parallel-size leaves: data x context x tensor / expert tensor ranks",
         minimum=1,
     )
     expert_tensor_parallel_size: int = option(
         0,
-        "number of tensor ranks that shard each expert: all of them, or 1: unsharded experts, each rank for its "
-        "part of the sequence",
+        "number of tensor ranks that shard each expert, a divisor of their number; with fewer than all of them, each "
+        "group of this many ranks applies its experts to its part of the sequence",
         minimum=1,
         shown_default="model-parallel-size",
     )
@@ -264,9 +275,36 @@ class ParallelConfig:
         return max(self.pipe_parallel_size, 1)
 
     @property
-    def shards_experts(self) -> bool:
-        """True if each expert is sharded over the tensor ranks."""
-        return self.expert_tensor_parallel_size != 1
+    def expert_shards(self) -> int:
+        """Number of tensor ranks over which each expert is sharded."""
+        return self.expert_tensor_parallel_size or self.model_parallel_size
+
+    @property
+    def cp_comm_by_layer(self) -> str | tuple[str, ...]:
+        """Communication of attention over context ranks: one type for all layers, or a type for each layer."""
+        types = tuple(self.cp_comm_type.split())
+        return types[0] if len(set(types)) == 1 else types
+
+    @property
+    def hierarchical_sizes(self) -> tuple[int, ...]:
+        """The numbers in ``hierarchical_context_parallel_sizes``; empty if any is malformed."""
+        words = self.hierarchical_context_parallel_sizes.split()
+        return tuple(map(int, words)) if all(word.isdecimal() for word in words) else ()
+
+    @property
+    def context_inner(self) -> int:
+        """Number of consecutive context ranks that exchange heads with a2a+p2p; 1 if no layer uses it."""
+        is_used = HIERARCHICAL in self.cp_comm_type.split() and self.context_parallel_size > 1
+        return self.hierarchical_sizes[0] if is_used and self.hierarchical_sizes else 1
+
+    def head_ranks_of(self, comm_type: str) -> int:
+        """Return the number of context ranks over which attention of ``comm_type`` distributes the heads."""
+        return {ALL_TO_ALL: self.context_parallel_size, HIERARCHICAL: self.context_inner}.get(comm_type, 1)
+
+    @property
+    def has_fewer_expert_shards(self) -> bool:
+        """True if experts are sharded over fewer tensor ranks than other layers."""
+        return self.expert_shards < self.model_parallel_size
 
     @property
     def has_pipeline(self) -> bool:

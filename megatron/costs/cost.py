@@ -38,7 +38,7 @@ class Product:
 
     Args:
         is_column: the weight is column parallel, so the tensor ranks all-reduce the input gradient.
-        is_distributed: the matrices belong to experts that are distributed over the data x context ranks.
+        is_distributed: the matrices belong to experts whose copies are not exactly those of the data x context ranks.
         is_quantizable: in a layer in FP8 (``Work.fp8_recipe``), output and input gradient are computed in FP8.
     """
 
@@ -120,10 +120,14 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class Shared:
-    """An amount that counts once on a rank with any of ``units``, such as tied weights or the encoder's output."""
+    """An amount that counts once on a rank with any of ``units``, such as tied weights or the encoder's output.
+
+    ``lookup_units``: the units that only look up rows of shared weights, so their backward does not read the weights.
+    """
 
     amount: int
     units: tuple[int, ...]
+    lookup_units: tuple[int, ...] = ()
 
     def is_held(self, unit_ranges: Sequence[tuple[int, int]]) -> bool:
         """Check if any range [start, stop) of units contains any of ``units``."""
@@ -204,8 +208,25 @@ class Costs(ABC):
         return False
 
     def context_messages(self, samples: int, tensor: int, width: int, unit: int = 1) -> tuple[int, ...]:
-        """Return the bytes of each collective over the context ranks in the attention of ``unit``, over all ranks."""
+        """Return the bytes of each all-gather in the attention of ``unit``, over all ranks of the group.
+
+        The group is all context ranks if ``gathers_over_all_context_ranks``, otherwise those with different queries:
+        one of each group of ``context_head_ranks``.
+        """
         return ()
+
+    def head_messages(self, samples: int, tensor: int, width: int, unit: int = 1) -> tuple[int, ...]:
+        """Return the bytes of each all-to-all of heads in the attention of ``unit``, over all context ranks."""
+        return ()
+
+    def context_head_ranks(self, unit: int = 1) -> int:
+        """Return the number of consecutive context ranks over which the attention of ``unit`` distributes heads."""
+        return 1
+
+    @property
+    def gathers_over_all_context_ranks(self) -> bool:
+        """True if ``context_messages`` are gathered over all context ranks, for any ``context_head_ranks``."""
+        return False
 
     def state_messages(self, samples: int, tensor: int, width: int, unit: int) -> tuple[int, ...]:
         """Return the bytes of each all-gather over the context ranks in the recurrent mixer of ``unit``."""
@@ -216,8 +237,12 @@ class Costs(ABC):
         return [()] * self.num_units
 
     def distributed_parameters(self, tensor: int = 1) -> list[int]:
-        """Count the parameters per unit that are not replicated on all data x context ranks."""
+        """Count the parameters per unit whose copies are not exactly those of the data x context ranks: experts."""
         return [0] * self.num_units
+
+    def expert_copies(self, replicas: int, tensor: int = 1) -> int:
+        """Return the number of ranks that hold the same shard of the same experts, with ``replicas`` replicas."""
+        return replicas
 
     @property
     def expert_ranks(self) -> int:
@@ -296,7 +321,7 @@ class Costs(ABC):
     def stage_distributed_parameters(
         self, bounds: Sequence[int], tensor: int = 1, stages: int | None = None, placement: str = LOOP
     ) -> list[int]:
-        """Count the parameters per stage that are not replicated on all data x context ranks."""
+        """Count ``distributed_parameters`` per stage."""
         num_stages, units = stages or len(bounds) - 1, self.distributed_parameters(tensor)
         return [
             _sum_over_ranges(units, [], chunks_on(bounds, num_stages, stage, placement)) for stage in range(num_stages)
@@ -324,15 +349,17 @@ class Costs(ABC):
     ) -> int:
         """Find the maximum parameter count that ZeRO 3 gathers at the same time without a pipeline.
 
-        This is the parameter count outside of layers plus ``layers_at_once`` times the largest layer's.
-        Units whose names end in a number are layers. For ``has_experts``, see ``stage_gathered_parameters``.
+        This is the parameter count outside of layers plus that of the ``layers_at_once`` successive layers with the
+        most parameters. Units whose names end in a number are layers. For ``has_experts``, see
+        ``stage_gathered_parameters``.
         """
         experts = [0] * len(self.unit_names) if has_experts else self.distributed_parameters(tensor)
         units = [size - other for size, other in zip(self.unit_parameters(tensor), experts, strict=True)]
         is_layer = [name.split()[-1].isdigit() for name in self.unit_names]
         layers = [units[n] for start, stop in unit_ranges for n in range(start, stop) if is_layer[n]]
         total = _sum_over_ranges(units, self.shared_parameters(tensor), unit_ranges)
-        return total - sum(layers) + layers_at_once * max(layers, default=0)
+        windows = [sum(layers[n : n + layers_at_once]) for n in range(len(layers))]
+        return total - sum(layers) + max(windows, default=0)
 
     def stage_gathered_parameters(
         self,
@@ -473,7 +500,7 @@ class Costs(ABC):
                 matrices[stage],
                 num_distributed[stage],
                 distributed_matrices[stage],
-                self.expert_ranks,
+                self.expert_copies(zero.replicas, tensor),
             )
             if checkpoint_activations:
                 shared_bytes = sum(
@@ -493,7 +520,7 @@ class Costs(ABC):
         return estimates
 
     def _gathered_parameters(self, unit_ranges: Sequence[tuple[int, int]], tensor: int, zero: Zero, stages: int) -> int:
-        has_experts = zero.replicas > self.expert_ranks or zero.offload_parameters
+        has_experts = self.expert_copies(zero.replicas, tensor) > 1 or zero.offload_parameters
         if stages > 1:
             return self.stage_gathered_parameters(
                 unit_ranges, tensor, zero.num_gathered_layers, has_experts=has_experts

@@ -245,9 +245,10 @@ class DecoderCosts(Costs):
         has_segments: attention does not cross document boundaries.
         uses_document_starts: attention uses document start positions instead of a mask in memory.
         context: context-parallel size: ranks over which sequences are split.
-        cuts_heads: context parallelism exchanges heads (all-to-all) rather than keys and values (all-gather).
+        head_ranks: number of context ranks over which attention distributes heads (all-to-all), for each layer or for
+            all; keys and values are gathered over the other context ranks.
         expert: ranks over which a layer's experts are distributed.
-        cuts_experts: each expert is also sharded over the tensor ranks.
+        expert_tensor: tensor ranks over which each expert is sharded; 0: all.
         fp8_recipe: scales of products in FP8; "": no products in FP8.
         num_layers_at_start_in_bf16, num_layers_at_end_in_bf16: layers whose products are not in FP8.
     """
@@ -263,9 +264,9 @@ class DecoderCosts(Costs):
     has_segments: bool = field(default=False, kw_only=True)
     uses_document_starts: bool = field(default=False, kw_only=True)
     context: int = field(default=1, kw_only=True)
-    cuts_heads: bool = field(default=False, kw_only=True)
+    head_ranks: tuple[int, ...] = field(default=(1,), kw_only=True)
     expert: int = field(default=1, kw_only=True)
-    cuts_experts: bool = field(default=True, kw_only=True)
+    expert_tensor: int = field(default=0, kw_only=True)
     fp8_recipe: str = field(default="", kw_only=True)
     num_layers_at_start_in_bf16: int = field(default=0, kw_only=True)
     num_layers_at_end_in_bf16: int = field(default=0, kw_only=True)
@@ -290,6 +291,9 @@ class DecoderCosts(Costs):
     @property
     def expert_ranks(self) -> int:
         return self.expert
+
+    def expert_copies(self, replicas: int, tensor: int = 1) -> int:
+        return self.experts.num_copies(replicas, tensor) if self.model.num_experts else replicas
 
     def with_expert_ranks(self, ranks: int) -> DecoderCosts:
         return self if ranks == self.expert else replace(self, expert=ranks)
@@ -408,7 +412,7 @@ class DecoderCosts(Costs):
     def experts(self) -> ExpertCosts:
         """Cost of a feed-forward block with experts."""
         model = self.model
-        return ExpertCosts(model, _num_matrices(model), _saved_per_width(model), self.expert, self.cuts_experts)
+        return ExpertCosts(model, _num_matrices(model), _saved_per_width(model), self.expert, self.expert_tensor)
 
     @property
     def latent(self) -> LatentCosts | None:
@@ -459,7 +463,7 @@ class DecoderCosts(Costs):
         """
         copies = (attention_width(self.model) + self.keys(layer)) * (self.model.qk_norm != "none")
         if self.context > 1:
-            copies += context_width(self.model) if self.cuts_heads else 0
+            copies += context_width(self.model) if self.head_ranks_of(layer) > 1 else 0
         elif has_rotary(self.model, layer):
             copies += attention_width(self.model) + self.keys(layer)
         return self._core_saved_numel(layer) + copies + 2 * self.gates
@@ -642,7 +646,8 @@ class DecoderCosts(Costs):
         if self.model.untie_embeddings and not has_mtp:
             return []
         users = (0, self.model.num_layers + 2 if has_mtp else self.num_units - 1)
-        return [Shared(table_parameters(self.model, tensor), users)]
+        lookups = users if self.model.untie_embeddings else users[:1]
+        return [Shared(table_parameters(self.model, tensor), users, lookups)]
 
     @memoized_list
     def unit_saved_bytes(
@@ -692,7 +697,7 @@ class DecoderCosts(Costs):
     def _attention_saved_bytes(self, layer: int, tensor: int, width: int, sequence: int) -> int:
         """Compute the bytes per token that attention in ``layer`` saves on one of ``tensor`` ranks."""
         if self.latent:
-            rebuilds_keys = self.context > 1 and not self.cuts_heads
+            rebuilds_keys = self.context > self.head_ranks_of(layer)
             return round(width * self.latent.saved_numel(tensor, sequence, self.context, rebuilds_keys=rebuilds_keys))
         return self.attention_saved_numel(layer) * width // tensor
 
@@ -743,9 +748,10 @@ class DecoderCosts(Costs):
             feed_forward_bytes: bytes that the backward of the feed-forward block has freed.
         """
         if self.context > 1:
-            gathered = 0 if self.cuts_heads else sum(self.context_messages(samples, tensor, width))
-            if self.latent and not self.cuts_heads:
-                gathered = samples * self.seq_length * self.latent.rebuilt_numel(tensor) * width
+            fewest = min(map(self.head_ranks_of, range(self.model.num_layers)), default=1)
+            heads = max(self.model.num_query_groups, self.model.window_num_query_groups)
+            numel = self.latent.rebuilt_numel(tensor) if self.latent else self._message_numel(heads, tensor)
+            gathered = samples * self.seq_length * numel // fewest * width if fewest < self.context else 0
             return max(GATHERED_COPIES * gathered - feed_forward_bytes, 0)
         if not self.is_blocked or width < 4:
             return 0
@@ -761,20 +767,43 @@ class DecoderCosts(Costs):
         return self.latent is not None
 
     def context_messages(self, samples: int, tensor: int, width: int, unit: int = 1) -> tuple[int, ...]:
-        """See ``Costs``. One all-gather of keys and values, or the all-to-alls of queries, keys, values and context.
+        """See ``Costs``. One all-gather of keys and values, or of latents.
 
         All heads are padded to one size. If layers have different numbers of key heads, the largest number counts.
         """
         layer = self._layer_of(unit)
-        if layer is not None and not self.layer_types[layer].has_attention:
+        if self.context == 1 or (layer is not None and not self.layer_types[layer].has_attention):
             return ()
-        if self.latent and self.context > 1:
-            numel = self.latent.context_numel(tensor, self.context, cuts_heads=self.cuts_heads)
-            return (samples * self.seq_length * numel * width,)
+        if self.latent:
+            return (samples * self.seq_length * self.latent.latent_size * width,)
+        ranks = self.head_ranks_of(layer or 0)
         heads = max(self.model.num_query_groups, self.model.window_num_query_groups)
-        heads += self.model.num_attention_heads if self.cuts_heads else 0
-        numel = 2 * heads * self.model.padded_head_size
-        return (samples * self.seq_length * numel // tensor * width,) if self.context > 1 else ()
+        numel = self._message_numel(heads, tensor)
+        return (samples * self.seq_length * numel // ranks * width,) if ranks < self.context else ()
+
+    def head_messages(self, samples: int, tensor: int, width: int, unit: int = 1) -> tuple[int, ...]:
+        """See ``Costs``. The all-to-alls of queries, keys, values and context; latents are not exchanged."""
+        layer = self._layer_of(unit)
+        if self.context_head_ranks(unit) == 1 or (layer is not None and not self.layer_types[layer].has_attention):
+            return ()
+        heads = max(self.model.num_query_groups, self.model.window_num_query_groups) + self.model.num_attention_heads
+        numel = self.latent.exchanged_numel(tensor) if self.latent else self._message_numel(heads, tensor)
+        return (samples * self.seq_length * numel * width,)
+
+    def _message_numel(self, num_heads: int, tensor: int) -> int:
+        """Count the elements per token of two vectors for each of ``num_heads`` heads, on a tensor rank."""
+        return 2 * num_heads * self.model.padded_head_size // tensor
+
+    def head_ranks_of(self, layer: int) -> int:
+        """Return the number of context ranks over which the attention of ``layer`` distributes its heads."""
+        return self.head_ranks[min(layer, len(self.head_ranks) - 1)]
+
+    def context_head_ranks(self, unit: int = 1) -> int:
+        return self.head_ranks_of(self._layer_of(unit) or 0)
+
+    @property
+    def gathers_over_all_context_ranks(self) -> bool:
+        return self.latent is not None
 
     def state_messages(self, samples: int, tensor: int, width: int, unit: int) -> tuple[int, ...]:
         """See ``Costs``. Each rank has two chunks, whose states and last convolution inputs all ranks gather."""
@@ -818,7 +847,9 @@ class DecoderCosts(Costs):
                 feed_forward = (
                     experts.products(tokens, tensor) if has_experts else feed_forward_products(model, tokens, tensor)
                 )
-            num_mlp_reduces = {NO_MLP: 0, MLP: 1, EXPERTS: self.experts.num_all_reduces}[layer_type.feed_forward]
+            feed_forward_bytes: tuple[int, ...] = (hidden,) * (layer_type.feed_forward == MLP)
+            if has_experts:
+                feed_forward_bytes = self.experts.reduced_bytes(hidden, tensor)
             mixers = (entering,) * layer_type.has_attention + (hidden,) * (recurrent is not None)
             operations = OPERATIONS["experts"] if has_experts else 0
             operations += OPERATIONS["recurrent"] if recurrent is not None else 0
@@ -828,8 +859,8 @@ class DecoderCosts(Costs):
                     products=(*self._mixer_products(idx, tokens, samples * self.seq_length, tensor), *feed_forward),
                     core=core,
                     operations=operations,
-                    reduced_bytes=(hidden,) * (len(mixers) + num_mlp_reduces),
-                    backward_reduced_bytes=(*mixers, *(hidden,) * num_mlp_reduces),
+                    reduced_bytes=(*(hidden,) * len(mixers), *feed_forward_bytes),
+                    backward_reduced_bytes=(*mixers, *feed_forward_bytes),
                     fp8_recipe=self.fp8_recipe if self.is_fp8_layer(idx) else "",
                     maxima_bytes=4 * (tokens + h) if self.fp8_recipe == ROWWISE and self.is_fp8_layer(idx) else 0,
                 )
@@ -990,9 +1021,9 @@ def distribution_costs(config: Any) -> dict[str, Any]:
     expert = parallel.expert_model_parallel_size if config.model.num_experts else 1
     return {
         "context": parallel.context_parallel_size,
-        "cuts_heads": parallel.cp_comm_type == "a2a",
+        "head_ranks": tuple(map(parallel.head_ranks_of, parallel.cp_comm_type.split())),
         "expert": expert,
-        "cuts_experts": parallel.shards_experts,
+        "expert_tensor": parallel.expert_tensor_parallel_size,
     }
 
 

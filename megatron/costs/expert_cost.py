@@ -13,8 +13,8 @@ from typing import Any
 from megatron.costs.cost import Product
 
 # Symbols: E experts of width f, k experts per token, a shared expert of width f', m matrices per expert (2, or 3 if
-# gated), n tokens of a micro-batch on a rank, e expert ranks, t tensor ranks. With --expert-tensor-parallel-size 1,
-# experts are not sharded and each rank routes n / t tokens.
+# gated), n tokens of a micro-batch on a rank, e expert ranks, t tensor ranks. With --expert-tensor-parallel-size u < t,
+# u takes the place of t for experts, and each rank routes n u / t tokens.
 #
 # | quantity | formula |
 # |---|---|
@@ -48,14 +48,14 @@ class ExpertCosts:
         saved_per_width: elements that a feed-forward layer saves between its products, per token and per unit
             of width.
         ranks: ranks over which experts are distributed.
-        cuts_experts: each expert is also sharded over the tensor ranks.
+        expert_tensor: tensor ranks over which each expert is sharded; 0: all.
     """
 
     model: Any
     matrices: int
     saved_per_width: int
     ranks: int = 1
-    cuts_experts: bool = True
+    expert_tensor: int = 0
 
     @property
     def active_width(self) -> int:
@@ -85,11 +85,19 @@ class ExpertCosts:
         return int(experts + shared + router)
 
     def distributed_parameters(self, tensor: int = 1) -> int:
-        """Count the parameters that are not replicated on all data x context ranks."""
-        return self._expert_parameters(tensor, self.model.num_experts // self.ranks) if self.ranks > 1 else 0
+        """Count the parameters whose copies are not exactly those of the data x context ranks."""
+        return self._expert_parameters(tensor, self.model.num_experts // self.ranks) if self._is_apart(tensor) else 0
+
+    def _is_apart(self, tensor: int) -> bool:
+        """Return True if experts are distributed over ranks, or sharded over fewer tensor ranks than other layers."""
+        return self.ranks > 1 or self.num_shards(tensor) < tensor
+
+    def num_copies(self, replicas: int, tensor: int) -> int:
+        """Return the number of ranks that hold the same experts and the same shard of them."""
+        return max(replicas * tensor // (self.num_shards(tensor) * self.ranks), 1)
 
     def _expert_parameters(self, tensor: int, num_experts: int) -> int:
-        f, num_shards = int(self.model.moe_ffn_hidden_size), self._num_expert_shards(tensor)
+        f, num_shards = int(self.model.moe_ffn_hidden_size), self.num_shards(tensor)
         weights = self.matrices * int(self.model.hidden_size) * num_experts * f // num_shards
         return weights + num_experts * self._num_biases(f, num_shards)
 
@@ -99,16 +107,26 @@ class ExpertCosts:
             return 0
         return (self.matrices - 1) * size // num_shards + int(self.model.hidden_size)
 
-    def _num_expert_shards(self, tensor: int) -> int:
-        return tensor if self.cuts_experts else 1
+    def num_shards(self, tensor: int) -> int:
+        """Return the number of tensor ranks, out of ``tensor``, over which an expert is sharded."""
+        return min(self.expert_tensor or tensor, tensor)
 
     def _num_routed_tokens(self, tokens: int, tensor: int) -> int:
-        return tokens if self.cuts_experts else tokens // tensor
+        return tokens * self.num_shards(tensor) // tensor
 
-    @property
-    def num_all_reduces(self) -> int:
-        """All-reduces over the tensor ranks in a forward: one for experts, one for the shared expert."""
-        return self.cuts_experts + bool(self.model.moe_shared_expert_intermediate_size)
+    def reduced_bytes(self, hidden: int, tensor: int) -> tuple[int, ...]:
+        """Return the bytes of the all-reduces in forward: one for experts, one for the shared expert.
+
+        An all-reduce over fewer tensor ranks has fewer tokens. It counts as one over all of them in which a rank sends
+        as many bytes.
+
+        Args:
+            hidden: bytes of the hidden states of a micro-batch.
+        """
+        num_shards, shared = self.num_shards(tensor), (hidden,) * bool(self.model.moe_shared_expert_intermediate_size)
+        if num_shards == tensor:
+            return (hidden, *shared)
+        return (hidden * (num_shards - 1) // (tensor - 1),) * (num_shards > 1) + shared
 
     def products(self, tokens: int, tensor: int) -> tuple[Product, ...]:
         """List the products for the router, the local experts and the shared expert.
@@ -116,14 +134,14 @@ class ExpertCosts:
         Each expert processes an equal share of all expert ranks' rows. A gated expert computes gate and value in
         one product.
         """
-        model, h, num_shards = self.model, self.model.hidden_size, self._num_expert_shards(tensor)
+        model, h, num_shards = self.model, self.model.hidden_size, self.num_shards(tensor)
         rows = -(-self._num_routed_tokens(tokens, tensor) * model.moe_router_topk * self.ranks // model.num_experts)
         width, shared = model.moe_ffn_hidden_size // num_shards, model.moe_shared_expert_intermediate_size // tensor
         num_local, entering = model.num_experts // self.ranks, self.matrices - 1
         products = [Product(tokens, h, model.num_experts)]
         expert_shapes = ((h, entering * width), (width, h))
         products += [
-            Product(rows, *shape, num_local, is_distributed=self.ranks > 1, is_quantizable=True)
+            Product(rows, *shape, num_local, is_distributed=self._is_apart(tensor), is_quantizable=True)
             for shape in expert_shapes
         ]
         if shared:
@@ -199,7 +217,7 @@ class ExpertCosts:
         model, h, k = self.model, self.model.hidden_size, self.model.moe_router_topk
         rows, f = (
             self._num_routed_tokens(tokens, tensor) * k,
-            model.moe_ffn_hidden_size // self._num_expert_shards(tensor),
+            model.moe_ffn_hidden_size // self.num_shards(tensor),
         )
         weights, entering = h * f * (model.num_experts // self.ranks), self.matrices - 1
         held = tokens // sequence * h  # the gradient of the residual stream

@@ -97,16 +97,10 @@ class LatentCosts:
             entered = model.q_lora_rank + context * self.latent_size
         return float(heads * (padded + keys_and_values + output) + projections / sequence + entered)
 
-    def context_numel(self, tensor: int, context: int, *, cuts_heads: bool) -> int:
-        """Count message elements per token over ``context`` ranks, as in ``context_messages``.
-
-        With ``cuts_heads``, elements are counted as in an all-to-all, which sends each element to one rank. Latents are
-        gathered, that is, sent to all ranks, so they count ``context`` times.
-        """
-        if not cuts_heads:
-            return self.latent_size
+    def exchanged_numel(self, tensor: int) -> int:
+        """Count the elements per token of the queries and of the output, on a tensor rank."""
         head_sizes = self.model.kv_hidden_size + self.model.v_head_dim
-        return self.latent_size * context + int(self.model.num_attention_heads * head_sizes // tensor)
+        return int(self.model.num_attention_heads * head_sizes // tensor)
 
     def rebuilt_numel(self, tensor: int) -> int:
         """Count elements per token in the padded keys and values for all heads on a tensor rank."""

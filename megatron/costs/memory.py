@@ -26,7 +26,7 @@ from megatron.costs.dimensions import ModelDimensions, known_vocab_size
 # | ZeRO 3 | (2 + 4 + 12) / d | (4 + 4 + 8) / d |
 # | ... gathered weights: tables and the largest layer (two layers with prefetching) | 2 | 4 |
 # | ... on a pipeline stage: the weights in use (``Costs.stage_gathered_parameters``) | 2 | 4 |
-# | a part sharded by ZeRO, of experts that are distributed over e of the d replicas | e / d instead of 1 / d | |
+# | a part sharded by ZeRO, of experts with n copies (``Costs.expert_copies``) | 1 / n instead of 1 / d | |
 # | CPU memory of an offloaded optimizer | 12, or 12 / d | 12, or 12 / d, with a separate copy of the weight |
 # | CPU memory of offloaded weights | 2 / d | 4 / d, or none if the optimizer is offloaded too |
 #
@@ -143,14 +143,13 @@ class State:
         matrices: int = 0,
         num_distributed: int = 0,
         distributed_matrices: int = 0,
-        ranks: int = 1,
+        copies: int = 1,
     ) -> Memory:
         """Compute a rank's memory for ``parameters`` parameters, ``gathered`` of them gathered at the same time.
 
         Args:
             matrices: parameters in layer matrices.
-            num_distributed: parameters in experts that are distributed over ``ranks`` ranks and have
-                ``replicas / ranks`` copies.
+            num_distributed: parameters in experts with ``copies`` copies, over which ZeRO shards them.
             distributed_matrices: parameters in matrices of these experts.
         """
         wide, is_sharded = max(self.width, 4), zero.stage == 3
@@ -164,7 +163,7 @@ class State:
             share = zero.share(stage)
             dense = (parameters - num_distributed) * width - (matrices - distributed_matrices) * saved
             distributed = num_distributed * width - distributed_matrices * saved
-            return -(-dense // share) + -(-distributed * ranks // max(share, ranks))
+            return -(-dense // share) + -(-distributed // (copies if share > 1 else 1))
 
         weights, gradients = shard_bytes(self.width, 3), shard_bytes(self.gradient, 2)
         optimizer = self.optimizer

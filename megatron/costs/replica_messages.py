@@ -126,18 +126,28 @@ def chunk_weights(costs: Costs, start: int, stop: int, tensor: int = 1, *, has_p
     """List the weights of the units ``start ... stop`` of a model, as ZeRO 3 gathers them.
 
     Each matrix is one weight; the vectors of a unit count as one weight. Experts that are distributed over ranks are
-    left out.
+    left out. On a pipeline stage, a shared weight is a unit of its own, unless the first of its units contains it.
     """
-    parameters, experts = costs.unit_parameters(tensor), costs.distributed_parameters(tensor)
+    parameters, experts = [*costs.unit_parameters(tensor)], costs.distributed_parameters(tensor)
     names, works = costs.unit_names, costs.unit_work(1, tensor, 2)
     units: list[UnitWeights] = []
     outside: list[int] = []
+    for shared in costs.shared_parameters(tensor):
+        users = [n for n in shared.units if start <= n < stop]
+        if not users:
+            continue
+        if not has_pipeline:
+            outside.append(shared.amount)
+        elif users == [shared.units[0]] and costs.owns_shared:
+            parameters[users[0]] += shared.amount
+        else:
+            is_lookup = all(n in shared.lookup_units for n in users)
+            units.append(UnitWeights((shared.amount,), 1 if is_lookup else 2))
     for n in range(start, stop):
         matrices: list[int] = []
         for product in works[n].products if not experts[n] else ():
             matrices += [product.inner * product.columns] * round(product.count)
-        shared = sum(shared.amount for shared in costs.shared_parameters(tensor) if n in shared.units)
-        total = parameters[n] - experts[n] + (shared if has_pipeline or n == start else 0)
+        total = parameters[n] - experts[n]
         matrices = matrices if sum(matrices) <= total else []  # a tied head has the table of the first unit
         numels = tuple(filter(None, (*matrices, total - sum(matrices))))
         if not has_pipeline and not names[n].split()[-1].isdigit():

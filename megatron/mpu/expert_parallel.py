@@ -4,6 +4,10 @@ An expert group consists of n consecutive ranks along the data and context axes.
 1) E/n of each layer, and its own tokens. Expert weights are replicated on ranks that are n apart; the optimizer reduces
 their gradients over these replicas only (``set_expert``).
 
+If experts are sharded over fewer tensor ranks than other layers (--expert-tensor-parallel-size), each shard of an
+expert has several holders in a tensor group, which process different shards of the sequence. These ranks come first in
+the expert groups and in the groups of replicas (``Topology.expert_groups``).
+
 | function | forward | backward |
 |---|---|---|
 | `Exchange.dispatch` | all-to-all of rows by expert, then sorting by expert | `Exchange.combine` |

@@ -70,8 +70,11 @@ class Grid:
     tensor_host: Group  # the tensor group over the CPU: for exchanges that must not wait for the device
     context: Group = SINGLE  # the ranks that hold chunks of the same sequences
     data_context: Group = SINGLE  # data x context: the ranks that hold the same weights and all-reduce gradients
-    expert: Group = SINGLE  # the ranks of data_context over which the experts of a layer are distributed
-    expert_data: Group = SINGLE  # the ranks of data_context that hold the same experts
+    expert: Group = SINGLE  # the ranks over which the experts of a layer are distributed
+    expert_data: Group = SINGLE  # the ranks that hold the same experts, and the same shard of them
+    context_inner: Group = SINGLE  # the context ranks that exchange heads, with hierarchical context parallelism
+    context_outer: Group = SINGLE  # the context ranks with the same rank in ``context_inner``
+    expert_tensor: Group = SINGLE  # the tensor ranks over which each expert is sharded
 
 
 AXES = {
@@ -102,8 +105,8 @@ def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None, 
         name: _create_group(topology.groups(*axes), topology, rank, timeout, handles) for name, axes in AXES.items()
     }
     groups |= {
-        "expert": _create_group(topology.expert_groups(), topology, rank, timeout, handles),
-        "expert_data": _create_group(topology.expert_groups(same_experts=True), topology, rank, timeout, handles),
+        name: _create_group(rank_sets, topology, rank, timeout, handles)
+        for name, rank_sets in _special_rank_sets(topology).items()
     }
     world = Group(ranks=tuple(range(topology.world_size)), rank=rank, handle=dist.group.WORLD)
     rank_sets = topology.groups("tensor")
@@ -114,6 +117,17 @@ def build_grid(topology: Topology, rank: int, timeout: timedelta | None = None, 
     return Grid(topology=topology, rank=rank, **groups, world=world, host=host, tensor_host=tensor_host)
 
 
+def _special_rank_sets(topology: Topology) -> dict[str, list[list[int]]]:
+    """Return the rank sets of the groups that span no full axes, by the name of the group in ``Grid``."""
+    return {
+        "context_inner": topology.context_groups(is_inner=True),
+        "context_outer": topology.context_groups(is_inner=False),
+        "expert": topology.expert_groups(),
+        "expert_data": topology.expert_groups(same_experts=True),
+        "expert_tensor": topology.expert_tensor_groups(),
+    }
+
+
 def groups_by_ranks(grid: Grid) -> dict[tuple[int, ...], Any]:
     """Map ranks to torch's process group, for all groups with at least two ranks.
 
@@ -121,8 +135,7 @@ def groups_by_ranks(grid: Grid) -> dict[tuple[int, ...], Any]:
     """
     handles: dict[tuple[int, ...], Any] = {} if grid.world.size == 1 else {grid.world.ranks: grid.world.handle}
     rank_sets_by_name = {name: grid.topology.groups(*axes) for name, axes in AXES.items()}
-    rank_sets_by_name["expert"] = grid.topology.expert_groups()
-    rank_sets_by_name["expert_data"] = grid.topology.expert_groups(same_experts=True)
+    rank_sets_by_name |= _special_rank_sets(grid.topology)
     for name, rank_sets in rank_sets_by_name.items():
         group: Group = getattr(grid, name)
         for ranks in map(tuple, rank_sets):

@@ -29,25 +29,30 @@ def initialize_model_parallel(
     timeout: timedelta | None = None,
     context: int = 1,
     expert: int = 1,
+    expert_tensor: int = 0,
+    context_inner: int = 1,
 ) -> Grid:
     """Build and store the grid over all ranks in the default process group. Collective.
 
     Args:
         device: device for this rank's tensors; None: the CPU.
         timeout: timeout of collectives on the new groups; None: torch's default.
-        expert: number of consecutive ranks along data and context that share a layer's experts.
+        expert, expert_tensor: number of ranks that share a layer's experts, and number of tensor ranks that shard each
+            expert (0: all), see ``Topology``.
+        context_inner: number of consecutive context ranks that exchange heads in hierarchical context parallelism.
 
     Raises:
-        ValueError: the world size is not a multiple of ``tensor * pipe * context``, or ``expert`` does not divide the
-            data x context size.
+        ValueError: the sizes do not fit the world size, see ``Topology.from_world_size``.
     """
     global _grid, _device
     _device = device or torch.device("cpu")
     if dist.is_initialized():
-        topology = Topology.from_world_size(dist.get_world_size(), tensor, max(pipe, 1), context, expert)
+        topology = Topology.from_world_size(
+            dist.get_world_size(), tensor, max(pipe, 1), context, expert, expert_tensor, context_inner
+        )
         _grid = build_grid(topology, dist.get_rank(), timeout, is_on_host=_device.type == "cpu")
     else:
-        Topology.from_world_size(1, tensor, max(pipe, 1), context, expert)
+        Topology.from_world_size(1, tensor, max(pipe, 1), context, expert, expert_tensor, context_inner)
         _grid = single_grid()
     return _grid
 

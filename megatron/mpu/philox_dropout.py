@@ -157,22 +157,22 @@ class PhiloxDropout(DropoutStreams):
 
     def _drop_probabilities(
         self, x: torch.Tensor, *, probability: float, key: int, at: DropoutKey, is_cut: bool,
-        runs: Sequence[TokenRange] = (), first_head: int = 0,
+        runs: Sequence[TokenRange] = (), head_rank: int = 0, head_ranks: int = 1,
     ) -> torch.Tensor:  # fmt: skip
         """Apply dropout to attention probabilities.
 
         Shapes:
-            x, output [b, a/t, s, s_k], or [b, a/tc, s, s_k] with ``first_head``, or with ``runs`` [b, a/t, s/c, s_k]
+            x, output [b, a/tn, s, s_k], or [b, a/tn, s/q, s_k] with ``runs``, for n ``head_ranks``
 
         Args:
             at: forward-pass position.
             runs: query token ranges in the full sequence; empty: the queries start at the first token.
-            first_head: first head's index on this tensor rank.
+            head_rank, head_ranks: this rank's index and the number of the context ranks that share the heads of a
+                tensor rank.
         """
         samples, heads, queries, keys = x.shape
         sample = self._first_sample(samples, at)
-        rank_heads = heads * self.context.size if self.context.size > 1 and not runs else heads
-        plane = first_head + (self.tensor_rank * rank_heads if is_cut else 0)
+        plane = heads * (head_rank + (self.tensor_rank * head_ranks if is_cut else 0))
         if runs and self.uses_kernel(x):
             dropped = []
             for token_range in runs:

@@ -28,8 +28,12 @@ class Coordinate:
 class Topology:
     """Sizes of the four axes: ``p`` pipe, ``d`` data, ``t`` tensor, ``c`` context.
 
-    ``expert`` is not an axis: a layer's experts are distributed over groups of ``expert`` consecutive ranks along data
-    and context.
+    ``expert`` and ``expert_tensor`` are no axes. Each expert is sharded over ``expert_tensor`` consecutive tensor ranks
+    (0: all ``t``). Among the ranks of a stage with the same shard, the experts of a layer are distributed over groups
+    of ``expert`` consecutive ranks. So the stage's ranks, in the order tensor, context, data, are split into expert
+    tensor ranks, expert ranks and copies, as with Megatron-LM's ``tp-cp-ep-dp-pp`` for experts.
+
+    ``context_inner`` splits the context axis into groups of consecutive ranks (hierarchical context parallelism).
     """
 
     pipe: int
@@ -37,17 +41,27 @@ class Topology:
     tensor: int
     context: int = 1
     expert: int = 1
+    expert_tensor: int = 0
+    context_inner: int = 1
+
+    def __post_init__(self) -> None:
+        if self.expert_tensor == self.tensor:
+            object.__setattr__(self, "expert_tensor", 0)
 
     of_world = Renamed("from_world_size")
     sizes = Renamed("axis_sizes")
 
     @classmethod
-    def from_world_size(cls, world_size: int, tensor: int, pipe: int, context: int = 1, expert: int = 1) -> Topology:
+    def from_world_size(
+        cls, world_size: int, tensor: int, pipe: int, context: int = 1, expert: int = 1, expert_tensor: int = 0,
+        context_inner: int = 1,
+    ) -> Topology:  # fmt: skip
         """Build the topology for ``world_size`` ranks; the data size follows from the other sizes.
 
         Raises:
-            ValueError: ``world_size`` is not a multiple of ``tensor * pipe * context``, or ``expert`` does not divide
-                ``data * context``.
+            ValueError: ``world_size`` is not a multiple of ``tensor * pipe * context``, ``expert_tensor`` does not
+                divide ``tensor``, ``expert`` does not divide the ranks of a stage that hold the same shard of an
+                expert, or ``context_inner`` does not divide ``context``.
         """
         divisor, got_text = tensor * pipe * context, format_sizes(world_size, tensor, pipe, context)
         if world_size % divisor:
@@ -57,13 +71,23 @@ class Topology:
                 f"{'two' if context == 1 else 'three'} sizes."
             )
         data = world_size // divisor
-        if (data * context) % expert:
+        if expert_tensor and tensor % expert_tensor:
             raise ValueError(
-                f"--expert-model-parallel-size must divide the data x context ranks, got {expert} and {data} x "
-                f"{context} = {data * context}. Use one of "
-                f"{[n for n in range(1, data * context + 1) if data * context % n == 0]}"
+                f"--expert-tensor-parallel-size must divide --model-parallel-size, got {expert_tensor} and {tensor}"
             )
-        return cls(pipe=pipe, data=data, tensor=tensor, context=context, expert=expert)
+        num_ranks = data * context * (tensor // (expert_tensor or tensor))
+        if num_ranks % expert:
+            raise ValueError(
+                "--expert-model-parallel-size must divide the data x context x tensor / expert tensor ranks, got "
+                f"{expert} and {data} x {context} x {tensor} / {expert_tensor or tensor} = {num_ranks}. Use one of "
+                f"{[n for n in range(1, num_ranks + 1) if num_ranks % n == 0]}"
+            )
+        if context % context_inner:
+            raise ValueError(
+                "the first of --hierarchical-context-parallel-sizes must divide --context-parallel-size, got "
+                f"{context_inner} and {context}"
+            )
+        return cls(pipe, data, tensor, context, expert, expert_tensor, context_inner)
 
     @property
     def world_size(self) -> int:
@@ -75,10 +99,21 @@ class Topology:
         return self.data * self.context
 
     def axis_sizes(self) -> dict[str, int]:
-        """Return the sizes by name, as checkpoints save them; context and expert are included only if above 1."""
+        """Return the sizes by name, as checkpoints save them; optional axes only if they have an effect."""
         axis_sizes = {"pipe": self.pipe, "data": self.data, "tensor": self.tensor}
         optional = {"context": self.context, "expert": self.expert}
-        return {**axis_sizes, **{name: size for name, size in optional.items() if size > 1}}
+        axis_sizes |= {name: size for name, size in optional.items() if size > 1}
+        return axis_sizes | ({"expert_tensor": self.expert_tensor} if self.expert_tensor else {})
+
+    @property
+    def expert_shards(self) -> int:
+        """Number of tensor ranks over which an expert is sharded."""
+        return self.expert_tensor or self.tensor
+
+    @property
+    def expert_copies(self) -> int:
+        """Number of ranks that hold the same experts, and the same shard of them."""
+        return self.data_context * self.tensor // (self.expert_shards * self.expert)
 
     def expert_groups(self, *, same_experts: bool = False) -> list[list[int]]:
         """Return the rank groups that share a layer's experts, in expert order.
@@ -86,14 +121,26 @@ class Topology:
         Args:
             same_experts: instead return the rank groups that hold the same experts.
         """
-        data_context_groups = self.groups("data", "context")
+        stages = self.groups("data", "context", "tensor")
+        same_shard = [ranks[shard :: self.expert_shards] for ranks in stages for shard in range(self.expert_shards)]
         if same_experts:
-            return [ranks[offset :: self.expert] for ranks in data_context_groups for offset in range(self.expert)]
+            return [ranks[offset :: self.expert] for ranks in same_shard for offset in range(self.expert)]
         return [
-            ranks[start : start + self.expert]
-            for ranks in data_context_groups
-            for start in range(0, len(ranks), self.expert)
+            ranks[start : start + self.expert] for ranks in same_shard for start in range(0, len(ranks), self.expert)
         ]
+
+    def expert_tensor_groups(self) -> list[list[int]]:
+        """Return the rank groups over which an expert is sharded."""
+        size = self.expert_shards
+        return [ranks[start : start + size] for ranks in self.groups("tensor") for start in range(0, len(ranks), size)]
+
+    def context_groups(self, *, is_inner: bool) -> list[list[int]]:
+        """Return the groups of ``context_inner`` consecutive context ranks, or of ranks with the same inner rank."""
+        size = self.context_inner
+        if is_inner:
+            starts = range(0, self.context, size)
+            return [ranks[start : start + size] for ranks in self.groups("context") for start in starts]
+        return [ranks[offset::size] for ranks in self.groups("context") for offset in range(size)]
 
     def rank(self, coordinate: Coordinate) -> int:
         """Return the global rank at ``coordinate``."""

@@ -137,7 +137,7 @@ class Muon(torch.optim.Optimizer):
         weights: descriptions of the Muon groups' main params, in order; the same on all ranks of ``tensor`` and
             ``data``.
         tensor, data: groups of ranks that hold slices or copies of a weight. The work is distributed over both.
-        expert_data: replaces ``data`` for weights with ``is_expert``, whose momentum has one owner in this group.
+        expert_data, expert_tensor: replace ``data`` and ``tensor`` (unless None) for weights with ``is_expert``.
         device: device on which matrices are orthogonalized; main params may be on a CPU.
 
     Source: Jordan et al. 2024; Liu et al. 2025.
@@ -154,6 +154,7 @@ class Muon(torch.optim.Optimizer):
         tensor: Group = SINGLE,
         data: Group = SINGLE,
         expert_data: Group = SINGLE,
+        expert_tensor: Group | None = None,
         device: torch.device | None = None,
     ) -> None:
         adam_groups = [group for group in groups if not group.get("is_muon")]
@@ -166,7 +167,9 @@ class Muon(torch.optim.Optimizer):
         self._coefficients = step_coefficients(args.coefficient_type, args.num_ns_steps)
         self._batches = [
             *self._make_batches(OwnerGrid(tensor, data), is_expert=False),
-            *self._make_batches(OwnerGrid(tensor, expert_data), is_expert=True),
+            *self._make_batches(
+                OwnerGrid(tensor if expert_tensor is None else expert_tensor, expert_data), is_expert=True
+            ),
         ]
 
     def _make_batches(self, grid: OwnerGrid, *, is_expert: bool) -> Iterator[_Batch]:

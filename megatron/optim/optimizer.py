@@ -27,7 +27,7 @@ from megatron.optim.gradients.make_reducer import make_reducer
 from megatron.optim.param_store import ParamStore
 from megatron.optim.state import load_state, state_of
 from megatron.optim.step_policy import StepPolicy
-from tds.grad_norm import accurate_dtype, is_counted_in_norm
+from tds.grad_norm import accurate_dtype
 from tds.linear_function import can_add_products
 from tds.param_info import info_of, set_info
 
@@ -223,11 +223,11 @@ class MixedPrecisionOptimizer(torch.optim.Optimizer):
 
     def owns(self, parameter: torch.nn.Parameter) -> bool:
         """Return True if this rank saves the main param, or the frozen parameter, in a checkpoint."""
-        return self.store.is_first_copy(parameter) and is_counted_in_norm(parameter, self.reducer.tensor_group.rank)
+        return self.store.is_first_copy(parameter) and self.reducer.is_first_in_tensor_group(parameter)
 
     def owns_replicated_state(self, parameter: torch.nn.Parameter) -> bool:
         """Return True if this rank saves a state of ``parameter`` that every rank with a shard of it holds in full."""
-        return self.store.group_of(parameter).rank == 0 and self.reducer.tensor_group.rank == 0
+        return self.store.group_of(parameter).rank == 0 and self.reducer.tensor_group_of(parameter).rank == 0
 
     def copy_main_params_to_parameters(self) -> None:
         """Round the main params into the parameters. Collective over replicas with ZeRO."""

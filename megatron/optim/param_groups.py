@@ -18,7 +18,7 @@ Source: Shazeer and Stern 2018, "Adafactor", algorithms 4 and 5; Raffel et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -50,17 +50,25 @@ consists only of rounding errors, and without the bound they would cause updates
 """
 
 
-def decay_groups(parameters: Iterable[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Return two groups: matrices with weight decay; biases and norms (one dimension) without.
+def decay_groups(
+    parameters: Iterable[torch.nn.Parameter],
+    weight_decay: float,
+    decayed_vectors: Collection[torch.nn.Parameter] = (),
+) -> list[dict[str, Any]]:
+    """Return three groups: matrices and ``decayed_vectors`` with weight decay; other biases and norms without.
 
-    ``set_weight_decay`` changes the decay of groups with ``"has_default_decay": True``.
+    Biases and norms have one dimension. ``set_weight_decay`` changes the decay of groups with
+    ``"has_default_decay": True``. Empty groups are left out.
 
     The rule depends only on the parameter, so that the groups are the same in every layout.
     """
     trainable = [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+    decayed = set(decayed_vectors)
+    vectors = [p for p in trainable if p.dim() < 2]
     groups = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay, "has_default_decay": True},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in vectors if p in decayed], "weight_decay": weight_decay, "has_default_decay": True},
+        {"params": [p for p in vectors if p not in decayed], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -95,6 +103,7 @@ def build_optimizer(
     name: str = "adamw",
     lr: float = 1e-3,
     weight_decay: float = 0.0,
+    decayed_vectors: Collection[torch.nn.Parameter] = (),
     betas: tuple[float, float] = (0.9, 0.999),
     epsilon: float = 1e-8,
     momentum: float = 0.0,
@@ -105,6 +114,7 @@ def build_optimizer(
     tensor: Group = SINGLE,
     data: Group = SINGLE,
     expert_data: Group = SINGLE,
+    expert_tensor: Group | None = None,
     zero_stage: int = 0,
     overlap_grad_reduce: bool = False,
     has_pipeline: bool = False,
@@ -123,6 +133,7 @@ def build_optimizer(
     """Build the optimizer ``name``. For arguments not listed see ``MixedPrecisionOptimizer`` and ``ParamStore``.
 
     Args:
+        decayed_vectors: parameters with one dimension that have weight decay, see ``decay_groups``.
         betas, epsilon: settings of AdamW, also for weights that Muon does not update; other optimizers ignore them.
         momentum: momentum of SGD.
         adam: used instead of ``torch.optim.AdamW``, with the same arguments; None: torch's.
@@ -167,6 +178,7 @@ def build_optimizer(
                 tensor=tensor,
                 data=data,
                 expert_data=expert_data,
+                expert_tensor=expert_tensor,
                 device=device,
             )
         return build_adam(groups)
@@ -181,7 +193,7 @@ def build_optimizer(
         return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=epsilon, fused=True)
 
     args = muon or MuonArgs()
-    groups = decay_groups(parameters, weight_decay)
+    groups = decay_groups(parameters, weight_decay, decayed_vectors)
     groups = split_by_rate(groups, rates) if rates else groups
     weights: list[MuonWeight] = []
     if name == "muon":
@@ -189,6 +201,7 @@ def build_optimizer(
     store = ParamStore(
         data,
         expert_data,
+        expert_tensor=expert_tensor,
         zero_stage=zero_stage,
         offload=offload,
         param_init=param_init,
@@ -217,9 +230,13 @@ def build_optimizer(
 def _muon_weight(parameter: torch.nn.Parameter, tensor: Group, store: ParamStore, args: MuonArgs) -> MuonWeight:
     matrices = matrices_of(parameter)
     assert matrices is not None
-    num_replicas = store.group_of(parameter).size if store.zero_stage else 1
-    partition = MatrixPartition.of(parameter, tensor, num_replicas)
-    return MuonWeight(partition, args.matrices(matrices), is_reduced_by_optimizer(parameter))
+    num_replicas, is_expert = (
+        store.group_of(parameter).size if store.zero_stage else 1,
+        is_reduced_by_optimizer(parameter),
+    )
+    tensor_group = tensor if store.expert_tensor_group is None or not is_expert else store.expert_tensor_group
+    partition = MatrixPartition.of(parameter, tensor_group, num_replicas)
+    return MuonWeight(partition, args.matrices(matrices), is_expert)
 
 
 def _check_unpadded(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -32,7 +32,8 @@ class ParamStore:
 
     Args:
         data: group of the replicas.
-        expert_data: group of the replicas with the same experts, if not all replicas have them.
+        expert_data: group of the ranks with the same experts, if not exactly the replicas have them.
+        expert_tensor: group over which these experts are sharded; None: the tensor group.
         zero_stage: from 1 on main params are sharded over the replicas. A single replica shards nothing, unless weights
             are offloaded.
         offload: state that is stored on the CPU.
@@ -44,7 +45,7 @@ class ParamStore:
     Attributes:
         main_params: main params by parameter.
         weight_shards: with ZeRO 3, this replica's shard of each weight in the training dtype.
-        zero_stage, offload, data_group, expert_group: the arguments.
+        zero_stage, offload, data_group, expert_group, expert_tensor_group: the arguments.
         has_copies: True if any parameter is not its own main param, so that updates must be copied into parameters.
         units: with ZeRO 3, the weights that are gathered together, after ``shard_weights``.
     """
@@ -54,6 +55,7 @@ class ParamStore:
         data: Group = SINGLE,
         expert_data: Group = SINGLE,
         *,
+        expert_tensor: Group | None = None,
         zero_stage: int = 0,
         offload: OffloadConfig = NO_OFFLOAD,
         param_init: ParamInit | None = None,
@@ -61,7 +63,7 @@ class ParamStore:
         allgather_bucket_size: int = 0,
         prefetches: bool = True,
     ) -> None:
-        self.data_group, self.expert_group = data, expert_data
+        self.data_group, self.expert_group, self.expert_tensor_group = data, expert_data, expert_tensor
         self.offload = offload
         self.main_params: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
         self.weight_shards: dict[torch.nn.Parameter, torch.Tensor] = {}

@@ -27,8 +27,8 @@ class Layout:
 
     Args:
         context: ranks that sequences are split over.
-        cuts_heads: context parallelism exchanges heads (all-to-all) instead of gathering keys and values.
-        expert: ranks of the data and context axes that share a layer's experts.
+        expert, expert_tensor: ranks that share a layer's experts, and tensor ranks that shard each expert, see
+            ``Topology``.
         recompute: "none", "selective" (the attention core), "full" (each layer from its input).
         sequence_parallel: tokens are split over the tensor ranks between the matmuls.
         num_bf16_states, num_8bit_states: number of AdamW states (of two) stored in bf16 and in 8 bits.
@@ -41,8 +41,8 @@ class Layout:
     pipe: int = 1
     data: int = 1
     context: int = 1
-    cuts_heads: bool = False
     expert: int = 1
+    expert_tensor: int = 0
     chunks: int = 1
     schedule: str = "1f1b"
     micro_batch_size: int = 1
@@ -68,7 +68,14 @@ class Layout:
     @property
     def topology(self) -> Topology:
         """The rank grid, in global rank order."""
-        return Topology(pipe=self.pipe, data=self.data, tensor=self.tensor, context=self.context, expert=self.expert)
+        return Topology(
+            pipe=self.pipe,
+            data=self.data,
+            tensor=self.tensor,
+            context=self.context,
+            expert=self.expert,
+            expert_tensor=self.expert_shards,
+        )
 
     def stride(self, axis: str) -> int:
         """Return the distance between neighbours along ``axis`` (one of ``topology.AXES``), in global ranks."""
@@ -91,9 +98,14 @@ class Layout:
         return self.micro_batch_size * self.num_micro_batches * self.data
 
     @property
+    def expert_shards(self) -> int:
+        """Number of tensor ranks over which an expert is sharded."""
+        return min(self.expert_tensor or self.tensor, self.tensor)
+
+    @property
     def expert_replicas(self) -> int:
-        """Number of ranks with the same experts."""
-        return self.data * self.context // self.expert
+        """Number of ranks with the same shard of the same experts."""
+        return self.topology.expert_copies
 
     @property
     def state_bytes(self) -> memory.State:
@@ -136,8 +148,8 @@ def layout_of(config: Any, world_size: int) -> Layout:
         pipe=stages,
         data=parallel.data_parallel_size(world_size),
         context=parallel.context_parallel_size,
-        cuts_heads=parallel.cp_comm_type == "a2a",
-        expert=parallel.expert_model_parallel_size if config.model.num_experts else 1,
+        expert=config.expert_sizes[0],
+        expert_tensor=config.expert_sizes[1],
         chunks=chunks,
         schedule=min(names, key=lambda name: bubble(stages, m, name, chunks)),
         micro_batch_size=batch.micro_batch_size,

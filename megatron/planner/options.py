@@ -62,7 +62,8 @@ LAYOUT_FIELDS = {
 OTHER_PLAN_FIELDS = (
     "offload_optimizer", "offload_parameters", "checkpoint_num_layers", "partition_activations", "checkpoint_in_cpu",
     "dtype", "optimizer", "compile", "overlap_grad_reduce", "reset_attention_mask", "context_parallel_size",
-    "cp_comm_type", "expert_tensor_parallel_size", "fp8_format", "fp8_recipe", "first_last_layers_bf16",
+    "cp_comm_type", "hierarchical_context_parallel_sizes", "expert_tensor_parallel_size", "fp8_format", "fp8_recipe",
+    "first_last_layers_bf16",
     "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16",
 )  # fmt: skip
 """Other fields that affect a plan, in addition to the fields of the model and its sequence lengths."""

@@ -139,7 +139,8 @@ def candidates(planner: Planner, spec: SearchSpec) -> Iterator[Layout]:
             data = world // tensor // pipe
             if pipe > planner.config.total_layers or batch % data:
                 continue
-            grid = replace(spec.base_layout, tensor=tensor, pipe=pipe, data=data)
+            expert_tensor = planner.config.expert_sizes[1]
+            grid = replace(spec.base_layout, tensor=tensor, pipe=pipe, data=data, expert_tensor=expert_tensor)
             for micro in _allowed(_micro_batches(batch // data), fixed, "micro_batch_size"):
                 num_micro = batch // data // micro
                 if batch // data % micro == 0 and num_micro == fixed.get("num_micro_batches", num_micro):
@@ -164,7 +165,8 @@ def min_bytes(planner: Planner, layout: Layout) -> float:
     """
     state, zero = layout.state_bytes, layout.zero
     params, experts = (count / layout.pipe for count in planner.parameters(layout))
-    sharded = (params - experts) / zero.share(1) + experts * layout.expert / max(zero.share(1), layout.expert)
+    expert_share = max(layout.expert_replicas, 1) if zero.share(1) > 1 else 1
+    sharded = (params - experts) / zero.share(1) + experts / expert_share
     optimizer = 0 if layout.offload_optimizer else sharded * (state.optimizer - state.saved)
     weights = 0 if layout.offload_parameters else state.width / zero.share(3)
     saved_bytes = 0.0
@@ -243,7 +245,8 @@ def _variants(planner: Planner, base_layout: Layout, fixed: Mapping[str, Any]) -
 def expert_sizes(planner: Planner, layout: Layout) -> list[int]:
     """Return the possible expert-parallel sizes."""
     num_experts = planner.config.model.num_experts
-    return [n for n in divisors(layout.data * layout.context) if num_experts % n == 0] if num_experts else [1]
+    num_ranks = layout.data * layout.context * layout.tensor // layout.expert_shards
+    return [n for n in divisors(num_ranks) if num_experts % n == 0] if num_experts else [1]
 
 
 def _zero_stages(planner: Planner, base_layout: Layout) -> list[int]:
@@ -292,7 +295,7 @@ def _recomputations(planner: Planner) -> list[str]:
 
 def _sequence_parallel_options(planner: Planner, tensor: int) -> list[bool]:
     is_divisible = tensor > 1 and all(length % tensor == 0 for length in planner.config.sequence_lengths)
-    is_needed = tensor > 1 and not planner.config.parallel.shards_experts
+    is_needed = 0 < planner.config.expert_sizes[1] < tensor
     return [False] * (not is_needed) + [True] * is_divisible
 
 

@@ -368,20 +368,24 @@ class CommunicationModel:
         sizes = layout.micro_batch_size, layout.tensor, BYTES[layout.dtype]
         state_bytes = self.costs.state_messages(*sizes, unit)
         states = _gathered_and_scattered(group, state_bytes, 1 if layout.recompute == "none" else 2)
-        message_bytes = self.costs.context_messages(*sizes, unit)
-        if layout.cuts_heads:
+        ranks, stride = self.costs.context_head_ranks(unit), layout.stride("context")
+        if ranks > 1:
             times = 2 if layout.recompute == "none" else 3
-            moved = sum((group.all_gather(size / layout.context) for size in message_bytes), Traffic())
-            return states + moved.repeated(times)
+            inner = Group.on_machine(self.machine, ranks, stride, layout.world_size)
+            exchanged = self.costs.head_messages(*sizes, unit)
+            moved = sum((inner.all_gather(size / layout.context) for size in exchanged), Traffic())
+            states += moved.repeated(times)
+        if not self.costs.gathers_over_all_context_ranks:
+            group = Group.on_machine(self.machine, layout.context // ranks, stride * ranks, layout.world_size)
         num_gathers = 1 if self.costs.saves_context_messages and layout.recompute == "none" else 2
-        return states + _gathered_and_scattered(group, message_bytes, num_gathers)
+        return states + _gathered_and_scattered(group, self.costs.context_messages(*sizes, unit), num_gathers)
 
     def expert_traffic(self, layout: Layout) -> list[Traffic]:
         """Return the expert-parallel communication per unit for a micro-batch. It never overlaps.
 
         The experts are assumed to be evenly loaded. The few bytes of row counts are left out.
         """
-        group = Group.on_machine(self.machine, layout.expert, layout.stride("context"), layout.world_size)
+        group = Group.on_machine(self.machine, layout.expert, layout.expert_shards, layout.world_size)
         message_bytes = self.costs.expert_messages(layout.micro_batch_size, layout.tensor, BYTES[layout.dtype])
         times = 3 if layout.recompute == "full" else 2
         return [
@@ -453,7 +457,7 @@ class CommunicationModel:
         num_dense = parameters_by_stage[fullest] - num_expert
         group = Group.on_machine(machine, layout.data * layout.context, layout.stride("context"), layout.world_size)
         expert_group = Group.on_machine(
-            machine, layout.expert_replicas, layout.stride("context") * layout.expert, layout.world_size
+            machine, layout.expert_replicas, layout.expert_shards * layout.expert, layout.world_size
         )
         sent = self._replica_traffic(layout, group, num_dense, state, backward_s)
         if num_expert:
@@ -464,10 +468,13 @@ class CommunicationModel:
         products = max(matrices_of_stages, key=lambda expert_group: sum(one.weights for one in expert_group))
         matrices = sum(product.weights for product in products) // layout.tensor
         seconds = self._update(layout, num_dense, num_expert, state, matrices)
-        for is_distributed, replicas in ((False, group), (True, expert_group)):
+        for is_distributed, replicas, shards in (
+            (False, group, layout.tensor),
+            (True, expert_group, layout.expert_shards),
+        ):
             owned = [product for product in products if product.is_distributed == is_distributed]
             if owned:
-                muon_messages, newton_schulz_s = self._muon_update(layout, owned, replicas)
+                muon_messages, newton_schulz_s = self._muon_update(layout, owned, replicas, shards)
                 sent, seconds = sent + muon_messages, seconds + newton_schulz_s
         return sent, seconds
 
@@ -511,16 +518,19 @@ class CommunicationModel:
         backward = (reduction + group.all_gather(weights)).hidden_by(overlap_s)
         return group.all_gather(weights).hidden_by(forward_s) + backward
 
-    def _muon_update(self, layout: Layout, products: Sequence[Product], data: Group) -> tuple[Traffic, float]:
+    def _muon_update(
+        self, layout: Layout, products: Sequence[Product], data: Group, shards: int
+    ) -> tuple[Traffic, float]:
         """Return the traffic of Muon's update, and the duration of the Newton-Schulz steps in seconds.
 
-        The matrices are divided among ``layout.tensor * data.size`` owners. The steps run in bf16. Query, key and value
+        The matrices are divided among ``shards * data.size`` owners. The steps run in bf16. Query, key and value
         count as one matrix, and so do gate and up. Matrices are sent to their owner and back with 2 bytes per element.
 
         Args:
             data: group of the ranks that hold the same matrices.
+            shards: number of consecutive ranks over which a matrix is sharded.
         """
-        machine, owners = self.machine, layout.tensor * data.size
+        machine, owners = self.machine, shards * data.size
         dtype = "bf16" if "bf16" in machine.product_flops else layout.dtype
         seconds = 0.0
         for product in products:
@@ -528,7 +538,7 @@ class CommunicationModel:
             rate = machine.product_rate(dtype, float(rows * rows * columns) ** (1 / 3))
             seconds += product.count * newton_schulz_flops(rows, columns) / rate / owners
         num_weights = sum(product.weights for product in products)
-        tensor = self._axis_group("tensor", layout)
+        tensor = Group.on_machine(machine, shards, 1, layout.world_size)
         num_bytes = 2 * num_weights / owners  # each rank sends as many bytes as it receives
         gathered_bytes = num_bytes if layout.zero_stage else num_bytes * data.size
         to_owner = data.all_gather(num_bytes if layout.zero_stage else 0)
@@ -537,7 +547,7 @@ class CommunicationModel:
     def _update(self, layout: Layout, num_dense: int, num_expert: int, state: State, matrices: int = 0) -> float:
         """Return the seconds per update: read and write all states, and read the gradients again for the norm."""
         machine, share = self.machine, layout.zero.share(1)
-        num_parameters = num_dense / share + num_expert * layout.expert / max(share, layout.expert)
+        num_parameters = num_dense / share + num_expert / (max(layout.expert_replicas, 1) if share > 1 else 1)
         moved_bytes = (
             num_parameters * (2 * (state.width + state.optimizer) + 2 * state.gradient)
             - 2 * state.saved * matrices / share

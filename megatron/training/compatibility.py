@@ -101,10 +101,11 @@ RULES = (
         "the current schedule applies from the checkpoint's number of updates (or their samples) on",
     ),
     Rule(
-        "--weight-decay, --weight-decay-by-name, --adam-*, --sgd-momentum, --muon-*, --adaptive-muon-beta2, "
-        "--adaptive-muon-eps, --clip-grad, --z-loss, "
+        "--weight-decay, --weight-decay-by-name, --apply-wd-to-qk-layernorm, --adam-*, --sgd-momentum, "
+        "--muon-*, --adaptive-muon-beta2, --adaptive-muon-eps, --clip-grad, --z-loss, "
         "--qk-clip, --qk-clip-threshold, --qk-clip-alpha, --qk-clip-bound, --mtp-loss-scaling-factor, --loss-average",
-        ("optimizer.weight_decay", "optimizer.weight_decay_by_name", "optimizer.adam_beta1", "optimizer.adam_beta2",
+        ("optimizer.weight_decay", "optimizer.weight_decay_by_name", "optimizer.apply_wd_to_qk_layernorm",
+         "optimizer.adam_beta1", "optimizer.adam_beta2",
          "optimizer.adam_eps", "optimizer.clip_grad", "optimizer.muon_momentum", "optimizer.muon_nesterov",
          "optimizer.muon_num_ns_steps", "optimizer.muon_coefficient_type", "optimizer.muon_fp32_matmul_prec",
          "optimizer.adaptive_muon_beta2", "optimizer.adaptive_muon_eps", "optimizer.muon_scale_mode",

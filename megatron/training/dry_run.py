@@ -13,6 +13,7 @@ from megatron.config import Config
 from megatron.config.data import SPLIT_PATH_FIELDS
 from megatron.config.layer_types import EXPERTS, LayerType, is_hybrid, layer_types, recurrent_mixers
 from megatron.config.newton_schulz import newton_schulz_flops
+from megatron.config.parallel import ALL_TO_ALL, HIERARCHICAL, P2P
 from megatron.data.mock_dataset import MockTokenizer
 from megatron.errors import ConfigError, raise_all
 from megatron.log import human_bytes, human_count
@@ -113,8 +114,7 @@ def dry_run(config: Config, world_size: int, program: str = "", run_name: str = 
     raise_all(list(plan_checks.combination_problems(config, tokenizer, program)))
     parallel = config.parallel
     parallel_sizes = parallel.model_parallel_size, parallel.num_stages, parallel.context_parallel_size
-    expert_parallel_size = parallel.expert_model_parallel_size if config.model.num_experts else 1
-    topology = Topology.from_world_size(world_size, *parallel_sizes, expert_parallel_size)
+    topology = Topology.from_world_size(world_size, *parallel_sizes, *config.expert_sizes, parallel.context_inner)
     dtype = config.precision.dtype or "the device's default"
     if auto_placement.should_choose_placement(config):
         config = auto_placement.with_placement(config, topology, dtype, _local_memory_bytes(config, world_size))
@@ -245,7 +245,8 @@ def _muon_text(config: Config, topology: Topology) -> str:
     )
     if num_owners == 1:
         return text
-    expert_text = f", {num_owners // topology.expert} owners of each expert's" if topology.expert > 1 else ""
+    num_expert_owners = topology.expert_copies * topology.expert_shards
+    expert_text = f", {num_expert_owners} owners of each expert's" if num_expert_owners < num_owners else ""
     return f"{text}, by {num_owners} owners of full matrices on each stage{expert_text}"
 
 
@@ -341,6 +342,9 @@ def _expert_rows(config: Config) -> Iterator[tuple[str, str]]:
     placement_text = (
         f"; {model.num_experts // num_ranks} per layer on each of {num_ranks} ranks" if num_ranks > 1 else ""
     )
+    if config.parallel.has_fewer_expert_shards:
+        t, etp = config.parallel.model_parallel_size, config.parallel.expert_shards
+        placement_text += f"; each is sharded over {etp} of {t} tensor ranks"
     yield (
         "experts",
         f"{model.num_experts} in each of {layers} layers, {model.moe_router_topk} per token{placement_text}; memory "
@@ -356,9 +360,19 @@ def _context_rows(config: Config) -> Iterator[tuple[str, str]]:
         return
     gathered = "latents" if config.model.multi_latent_attention else "keys and values"
     communication = f"in attention, {gathered} are gathered, and their gradients are summed"
-    if parallel.cp_comm_type == "a2a":
+    types = parallel.cp_comm_type.split()
+    if parallel.cp_comm_by_layer == ALL_TO_ALL:
         communication = "in attention, an all-to-all moves each head to one rank and back"
-    elif parallel.cp_comm_type == "p2p":
+    elif parallel.cp_comm_by_layer == HIERARCHICAL:
+        inner, outer = parallel.hierarchical_sizes
+        communication = (
+            f"in attention, an all-to-all moves each head to one of {inner} ranks and back, and {gathered} of {outer} "
+            "such groups are gathered"
+        )
+    elif len(set(types)) > 1:
+        counts = ", ".join(f"{count} x {comm_type}" for comm_type, count in Counter(types).items())
+        communication = f"attention communicates by layer: {counts}"
+    elif P2P in types:
         communication = f"{communication}, also with --cp-comm-type p2p"
     if recurrent_mixers(config.model):
         communication += "; recurrent mixers exchange the states at the ends of chunks"
@@ -374,9 +388,11 @@ def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     sharded = ["main params and optimizer states", "gradients", "weights (gathered per layer)"][: settings.zero_stage]
     if sharded and replicas > 1:
         names = ", ".join(sharded[:-1]) + (" and " if len(sharded) > 1 else "") + sharded[-1]
-        num_ranks = config.parallel.expert_model_parallel_size if config.model.num_experts else 1
-        expert_replicas = replicas // num_ranks
-        experts_text = f"; {expert_replicas} replicas share those of each expert" if num_ranks > 1 else ""
+        parallel, (num_ranks, _) = config.parallel, config.expert_sizes
+        copies_per_replica = parallel.model_parallel_size // parallel.expert_shards if config.model.num_experts else 1
+        expert_replicas = replicas * copies_per_replica // num_ranks
+        is_apart = num_ranks > 1 or copies_per_replica > 1
+        experts_text = f"; {expert_replicas} ranks share those of each expert" if is_apart else ""
         experts_text = (
             "; each expert is on one replica, which shards nothing of it" if expert_replicas == 1 else experts_text
         )

@@ -67,7 +67,8 @@ def start(config: Config, signal_name: Callable[[], str | None] = lambda: None) 
         torch_device,
         timeout,
         parallel.context_parallel_size,
-        parallel.expert_model_parallel_size if config.model.num_experts else 1,
+        *config.expert_sizes,
+        parallel.context_inner,
     )
     world = World(
         device_type=device_type, device=torch_device, grid=grid, local_rank=local_rank, loss_stage=parallel.loss_stage
@@ -185,7 +186,20 @@ def _init_process_group(
 def _test_groups(grid: Grid, torch_device: torch.device) -> None:
     """All-reduce a value over each group, so that a broken connection fails here and not in the first step."""
     tested: set[tuple[int, ...]] = set()
-    for name in ("tensor", "pipe", "context", "data", "data_context", "expert", "expert_data", "model", "world"):
+    for name in (
+        "tensor",
+        "pipe",
+        "context",
+        "context_inner",
+        "context_outer",
+        "data",
+        "data_context",
+        "expert",
+        "expert_data",
+        "expert_tensor",
+        "model",
+        "world",
+    ):
         group: Group = getattr(grid, name)
         if group.size == 1 or group.ranks in tested:
             continue

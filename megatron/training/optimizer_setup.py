@@ -27,6 +27,9 @@ from megatron.optim.weight_decay import WeightDecaySchedule
 from megatron.training import fused_kernels
 from megatron.training.world import World
 
+QUERY_KEY_NORMS = ("query_norm", "key_norm")
+"""Names of the norms of queries and keys in an attention layer."""
+
 
 def deepspeed_adam(groups: list[dict[str, Any]], **settings: Any) -> torch.optim.Optimizer:
     """Build DeepSpeedCPUAdam over ``groups``; ``settings`` are keyword arguments for ``torch.optim.AdamW``.
@@ -57,6 +60,7 @@ def make_optimizer(
         name="muon" if settings.is_muon else settings.optimizer,
         lr=settings.lr,
         weight_decay=settings.weight_decay,
+        decayed_vectors=query_key_norms(module) if settings.apply_wd_to_qk_layernorm else (),
         betas=(settings.adam_beta1, settings.adam_beta2),
         epsilon=settings.adam_eps,
         momentum=settings.sgd_momentum,
@@ -67,6 +71,7 @@ def make_optimizer(
         tensor=world.grid.tensor,
         data=world.grid.data_context,
         expert_data=world.grid.expert_data,
+        expert_tensor=world.grid.expert_tensor,
         zero_stage=settings.zero_stage,
         overlap_grad_reduce=config.parallel.overlap_grad_reduce,
         has_pipeline=config.parallel.has_pipeline,
@@ -82,6 +87,12 @@ def make_optimizer(
         quantized_states=settings.quantized_states,
         rates={parameter: rate for _, parameter, rate in named_rates if rate is not None},
     )
+
+
+def query_key_norms(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """List the weights and biases of the norms of queries and keys."""
+    norms = [norm for name, norm in module.named_modules() if name.rpartition(".")[2] in QUERY_KEY_NORMS]
+    return [parameter for norm in norms for parameter in norm.parameters()]
 
 
 def check_rate_patterns(config: Config, module: torch.nn.Module, world: World) -> None:

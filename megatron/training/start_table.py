@@ -35,10 +35,11 @@ def count_parameters(module: torch.nn.Module, world: World) -> list[int]:
     for parameter in module.parameters():
         size = shard_of(parameter).unpadded(parameter).numel()
         counts[1 + grid.pipe.rank] += size / grid.tensor.size
-        num_copies = (
-            grid.expert.size if is_reduced_by_optimizer(parameter) else 1
-        )  # other ranks have the same number of experts
-        counts[0] += num_copies * size * is_counted_in_norm(parameter, grid.tensor.rank)
+        tensor_rank, share = grid.tensor.rank, 1.0
+        if is_reduced_by_optimizer(parameter):  # all ranks have the same number of experts
+            tensor_rank = grid.expert_tensor.rank
+            share = grid.expert.size * grid.expert_tensor.size / grid.tensor.size
+        counts[0] += share * size * is_counted_in_norm(parameter, tensor_rank)
     return [round(count) for count in all_reduce(counts, grid.model).tolist()]
 
 

@@ -50,8 +50,8 @@ ENCODING_TIMEOUT_S = 7 * 24 * 3600.0
 GROUP_TIMEOUT_MARGIN_S = 10.0
 """Seconds after the watchdog's limit at which process groups time out."""
 AXES = (
-    "host", "world", "model", "expert", "expert_data", "data_context", "data", "context", "pipe", "tensor_host",
-    "tensor",
+    "host", "world", "model", "expert", "expert_data", "expert_tensor", "data_context", "data",
+    "context_outer", "context_inner", "context", "pipe", "tensor_host", "tensor",
 )  # fmt: skip
 """Axes of the grid; a process group that serves several axes is reported under the last one."""
 

@@ -49,6 +49,23 @@ def test_data_parallel_size_excludes_context_axis() -> None:
             "llama",
             ["--num-query-groups must be a multiple of 2 x 2 = 4, got 2", "--cp-comm-type all_gather"],
         ),
+        (
+            f"{CP2_FLAGS} --cp-comm-type a2a+p2p",
+            "gpt2",
+            ["needs two --hierarchical-context-parallel-sizes whose product is --context-parallel-size 2, got none"],
+        ),
+        (
+            f"{CP2_FLAGS} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2",
+            "gpt2",
+            ["whose product is --context-parallel-size 2, got 2 2"],
+        ),
+        (
+            f"{CP2_FLAGS} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1 --num-attention-heads 1",
+            "gpt2",
+            ["--cp-comm-type a2a+p2p distributes", "--num-attention-heads must be a multiple of 1 x 2 = 2, got 1"],
+        ),
+        (f"{CP2_FLAGS} --cp-comm-type a2a p2p", "gpt2", ["one for each of the", "got 2: a2a p2p"]),
+        (f"{CP2_FLAGS} --cp-comm-type a2a ring", "gpt2", ["--cp-comm-type must be one of", "got 'ring'"]),
         (f"{CP2_FLAGS} --cp-comm-type a2a --num-attention-heads 1", "gpt2", ["--num-attention-heads must be", "got 1"]),
         (
             f"{CP2_FLAGS} --context-parallel-size 3",

@@ -390,6 +390,7 @@ def sample_value(option, folder: Path, family: str = "gpt2") -> str:
         "moe_aux_loss_coeff": "0.1",
         "moe_z_loss_coeff": "0.1",
         "expert_model_parallel_size": "2",
+        "hierarchical_context_parallel_sizes": "2 2",
         "rotary_high_frequency_factor": "8",
         "zero_stage": "1",
         "lr_step_offset": "-1",

@@ -135,6 +135,7 @@ SHADOWED = {
     "rotary_interleaved": "--rotary-interleaved",
     "rotary_truncate": "--no-rotary-truncate",
     "qk_norm_order": "--qk-norm-order after",
+    "apply_wd_to_qk_layernorm": "--apply-wd-to-qk-layernorm",
     "activation_func_clamp_value": "--activation-func-clamp-value 7",
     "glu_linear_offset": "--glu-linear-offset 1",
     "rotary_local_base": f"{ROPE_FLAGS} --rotary-local-base 100 --window-size 4 --window-attn-skip-freq [0,0,0,0]",
@@ -156,6 +157,7 @@ SHADOWED = {
     # layout
     "sequence_parallel": "--sequence-parallel",
     "cp_comm_type": "--cp-comm-type a2a",
+    "hierarchical_context_parallel_sizes": "--hierarchical-context-parallel-sizes 2 2",
     "pipeline_schedule": "--pipeline-schedule zb-h1",
     "pipeline_auto_schedules": "--pipeline-auto-schedules zb-h1",
     "pipeline_chunks": "--pipeline-chunks 2",

@@ -31,23 +31,39 @@ def test_flag_table_has_every_expert_flag(page: Path) -> None:
     assert [flag for flag in flags if not re.search(rf"`{flag}\b(?!-)", text)] == []
 
 
-@every_page
-def test_groups_of_diagram_equal_grid(page: Path) -> None:
-    """The ranks, the experts of each, and who sums what."""
-    (diagram,) = re.findall(r"^```\n( +tensor 0 .*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
-    grid = Topology.from_world_size(8, tensor=2, pipe=1, expert=2)
-    groups = [
+def read_diagrams(page: Path) -> list[str]:
+    return re.findall(r"^```\n( +tensor 0 .*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+
+
+def read_groups(diagram: str) -> list[list[list[int]]]:
+    return [
         [sorted(map(int, group.split(","))) for group in re.findall(r"\{([^}]*)\}", line)]
         for line in diagram.splitlines()
         if "{" in line
     ]
-    assert groups == [grid.expert_groups(), grid.expert_groups(same_experts=True), [[0, 2, 4, 6], [1, 3, 5, 7]]]
-    experts_by_rank = {
-        int(rank): (int(a), int(b)) for rank, a, b in re.findall(r"rank (\d): experts (\d)-(\d)", diagram)
-    }
+
+
+def check_experts(diagram: str, expert_groups: list[list[int]]) -> None:
+    """Check that each rank has the experts of its place in its expert group."""
+    pattern = r"rank (\d): (?:experts )?(\d)-(\d)"
+    experts_by_rank = {int(rank): (int(a), int(b)) for rank, a, b in re.findall(pattern, diagram)}
     assert experts_by_rank == {
-        rank: (4 * position, 4 * position + 3) for group in groups[0] for position, rank in enumerate(group)
+        rank: (4 * position, 4 * position + 3) for group in expert_groups for position, rank in enumerate(group)
     }
+
+
+@every_page
+def test_groups_of_diagrams_equal_grid(page: Path) -> None:
+    """The ranks, the experts of each, and who sums what."""
+    sharded, fewer_shards = read_diagrams(page)
+    grid = Topology.from_world_size(8, tensor=2, pipe=1, expert=2)
+    expected = [grid.expert_groups(), grid.expert_groups(same_experts=True), grid.groups("data")]
+    assert read_groups(sharded) == expected
+    check_experts(sharded, grid.expert_groups())
+    grid = Topology.from_world_size(8, tensor=4, pipe=1, expert=2, expert_tensor=2)
+    expected = [grid.expert_tensor_groups(), grid.expert_groups(), grid.expert_groups(same_experts=True)]
+    assert read_groups(fewer_shards) == expected
+    check_experts(fewer_shards, grid.expert_groups())
 
 
 def test_dense_model_reports_shadowed_expert_flags() -> None:

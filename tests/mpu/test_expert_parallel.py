@@ -60,5 +60,19 @@ def test_expert_axis_is_within_data_and_context() -> None:
     replicas = grid.expert_groups(same_experts=True)
     assert replicas[:4] == [[0, 8], [2, 10], [4, 12], [6, 14]]
     assert sorted(rank for ranks in replicas for rank in ranks) == list(range(16))
-    with pytest.raises(ValueError, match=r"must divide the data x context ranks, got 3 and 4 x 1 = 4"):
+    assert grid.expert_tensor_groups() == grid.groups("tensor") and grid.expert_copies == 2
+    with pytest.raises(ValueError, match=r"tensor / expert tensor ranks, got 3 and 4 x 1 x 1 / 1 = 4"):
         Topology.from_world_size(4, tensor=1, pipe=1, expert=3)
+
+
+def test_expert_groups_of_fewer_tensor_ranks() -> None:
+    """The ranks of a stage are split as by Megatron-LM's order tp-cp-ep-dp-pp with the experts' own tensor size."""
+    grid = Topology.from_world_size(16, tensor=4, pipe=2, expert=2, expert_tensor=2)
+    assert grid.axis_sizes() == {"pipe": 2, "data": 2, "tensor": 4, "expert": 2, "expert_tensor": 2}
+    assert grid.expert_tensor_groups() == [[first, first + 1] for first in range(0, 16, 2)]
+    assert grid.expert_groups()[:4] == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert grid.expert_groups(same_experts=True)[:4] == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert grid.expert_copies == 2
+    unsharded = Topology.from_world_size(8, tensor=2, pipe=1, expert=8, expert_tensor=1)
+    assert unsharded.expert_groups() == [list(range(8))] and unsharded.expert_copies == 1
+    assert Topology(1, 2, 2, expert_tensor=2) == Topology(1, 2, 2)

@@ -37,6 +37,9 @@ MUP = "tests/models/common/test_mup.py"
 EXPERTS = "tests/models/common/test_experts.py"
 BY_TOKEN = f"{EXPERTS}::test_layer_matches_loop_over_tokens"
 BALANCING = "tests/parity/test_load_balancing.py::test_every_layout_equals_single_process"
+HIERARCHICAL = (
+    "tests/models/common/test_context_parallel.py::test_hierarchical_form_and_types_by_layer_match_one_process"
+)
 EXPERT_LAYOUT = "tests/parity/test_experts.py::test_every_layout_equals_single_process[balanced-1-1-2-ep-2-1]"
 T5 = "tests/models/t5/test_model.py"
 PLAIN_T5 = f"{T5}::test_model_matches_plain_torch[T5-False]"
@@ -190,6 +193,11 @@ def each_context_rank_adds_the_sink_to_the_denominator(original: Any) -> Any:
 @mutant("megatron.models.common.attention_extras:Sinks.forward", CONTEXT_A2A)
 def all_to_all_uses_the_sinks_of_the_first_heads(original: Any) -> Any:
     return lambda self, query: self.weight[: len(original(self, query))]
+
+
+@mutant("megatron.models.common.parallel_context:ParallelContext.query_positions", HIERARCHICAL)
+def hierarchical_form_masks_the_queries_of_one_rank(original: Any) -> Any:
+    return lambda self, length, device: self.positions(length // self.query_group.size, device)
 
 
 @mutant("megatron.ops.document_attention:_TileScores.__init__", f"{FEATURE}[sinks]")
@@ -376,14 +384,22 @@ def recompute_counts_the_choices_of_experts_again(original: Any) -> Any:
 
 @mutant("megatron.models.common.router:Router._expert_shares", f"{BALANCING}[sequence]")
 def choices_of_a_sequence_are_not_summed_over_context_ranks(original: Any) -> Any:
-    def expert_shares(self: Any, probabilities: torch.Tensor) -> torch.Tensor:
+    def expert_shares(self: Any, balancing_type: str, probabilities: torch.Tensor) -> torch.Tensor:
         parallel, self.parallel = self.parallel, replace(self.parallel, context=SINGLE)
         try:
-            return original(self, probabilities)
+            return original(self, balancing_type, probabilities)
         finally:
             self.parallel = parallel
 
     return expert_shares
+
+
+@mutant(
+    "megatron.config.experts:ExpertFeatures.aux_loss_coeffs",
+    f"{EXPERTS}::test_several_load_balancing_losses_are_added_with_their_weights",
+)
+def all_load_balancing_losses_have_the_first_weight(original: Any) -> Any:
+    return property(lambda self: original.fget(self)[:1] * len(self.balancing_types))
 
 
 @mutant("megatron.models.common.router:Router.clear", f"{BALANCING}[global]")
@@ -398,10 +414,12 @@ def choices_of_the_previous_step_stay_in_global_aux_loss(original: Any) -> Any:
 
 @mutant("megatron.models.common.router:capacity_mask", f"{BY_TOKEN}[capacity by weight]")
 def capacity_of_experts_is_rounded_down(original: Any) -> Any:
-    def capacity_mask(experts: torch.Tensor, weights: torch.Tensor, args: Any, parallel: Any) -> torch.Tensor:
+    def capacity_mask(
+        experts: torch.Tensor, weights: torch.Tensor, args: Any, parallel: Any, **options: Any
+    ) -> torch.Tensor:
         even_share = len(experts) * args.moe_router_topk / args.num_experts
         factor = math.floor(args.moe_expert_capacity_factor * even_share) / even_share
-        return original(experts, weights, replace(args, moe_expert_capacity_factor=factor), parallel)
+        return original(experts, weights, replace(args, moe_expert_capacity_factor=factor), parallel, **options)
 
     return capacity_mask
 

@@ -38,6 +38,7 @@ OWN_MASK = f"{PHILOX}::test_every_rank_draws_its_slice_of_global_mask"
 CONTEXT = "tests/mpu/test_context_parallel.py"
 CHUNK_ORDER = f"{CONTEXT}::test_tokens_are_partitioned_and_causal_work_is_balanced"
 EXCHANGE = "tests/mpu/test_expert_parallel.py::test_rows_reach_experts_in_sender_order_and_return[2]"
+EXPERT_SHARDS = "tests/parity/test_experts.py::test_every_layout_equals_single_process[biases-4-1-1-cut-etp-2-1]"
 EXPERT_AXIS = "tests/mpu/test_expert_parallel.py::test_expert_axis_is_within_data_and_context"
 
 # Collectives of tensor and sequence parallelism
@@ -103,7 +104,7 @@ def row_parallel_bias_is_added_on_every_rank(original: Any) -> Any:
     "tests/models/common/test_mlp.py::test_gated_mlp_is_activated_gate_times_value[2-gated-silu]",
 )
 def input_gradient_lacks_the_second_product(original: Any) -> Any:
-    return lambda ctx, x, rows, weights: original(ctx, x, rows[:1], weights[:1])
+    return lambda ctx, x, rows, weights: original(ctx, x, rows, [weights[0], *map(torch.zeros_like, weights[1:])])
 
 
 @mutant("megatron.mpu.shard:set_partial", SEQUENCE)
@@ -267,6 +268,14 @@ def data_axis_runs_faster_than_context(original: Any) -> Any:
 @mutant("megatron.mpu.topology:Topology.expert_groups", EXPERT_AXIS)
 def expert_groups_and_their_replicas_are_swapped(original: Any) -> Any:
     return lambda self, *, same_experts=False: original(self, same_experts=not same_experts)
+
+
+@mutant("megatron.mpu.topology:Topology.expert_groups", EXPERT_SHARDS)
+def copies_of_experts_in_a_tensor_group_are_not_reduced(original: Any) -> Any:
+    def expert_groups(self: Any, *, same_experts: bool = False) -> Any:
+        return original(replace(self, expert_tensor=0) if same_experts else self, same_experts=same_experts)
+
+    return expert_groups
 
 
 @mutant("megatron.mpu.groups:AXES", GRID)

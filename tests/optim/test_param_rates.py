@@ -11,11 +11,14 @@ import torch
 from megatron.config import parse
 from megatron.errors import ConfigError
 from megatron.models.common.decoder import DecoderModel
+from megatron.mpu.groups import single_grid
 from megatron.optim import build_optimizer
 from megatron.optim.lr_scheduler import set_learning_rates
 from megatron.optim.param_rates import HEAD, WORD_TABLE, RateTable
-from megatron.training.optimizer_setup import make_lr_scheduler
+from megatron.optim.weight_decay import set_weight_decay
+from megatron.training.optimizer_setup import make_lr_scheduler, make_optimizer
 from megatron.training.trainer import Callback, Trainer
+from megatron.training.world import World
 from tests.helpers.harness import run_ranks
 from tests.helpers.layouts import check_fp64, compare_layout
 from tests.helpers.model_samples import fill_weights, small_model_args
@@ -63,6 +66,21 @@ def test_parameter_uses_rate_of_last_matching_pattern(optimizer: str) -> None:
         assert rate == pytest.approx(peak * decay_factor, rel=1e-12), name
         is_matrix = not name.endswith("bias") and "norm" not in name
         assert decay == (0.3 if name.startswith("final_norm") else 0.1 * is_matrix), name
+
+
+@pytest.mark.parametrize("flag", ["--apply-wd-to-qk-layernorm", "--no-weight-decay-cond-type qwen3_next"])
+@pytest.mark.parametrize("norm_type", ["head", "per-head", "all"])
+def test_weight_decay_of_query_and_key_norms(norm_type: str, flag: str) -> None:
+    config = config_of(f"--fp32 --qk-norm {norm_type} --weight-decay 0.1 {flag}")
+    model = DecoderModel(small_model_args(qk_norm=norm_type))
+    optimizer = make_optimizer(config, model, World("cpu", torch.device("cpu"), single_grid(), 0))
+    set_weight_decay(optimizer, 0.3)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decays = {names[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(decays) == len(names)
+    for name, decay in decays.items():
+        is_decayed = not name.endswith("bias") and "norm" not in name or "query_norm" in name or "key_norm" in name
+        assert decay == 0.3 * is_decayed, name
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine", "wsd", "inverse-square-root", "exponential", "constant"])
@@ -129,9 +147,9 @@ LAYOUTS = [
 
 ALL_FEATURES = (
     "--mup-base-hidden-size 8 --mup-base-head-dim 2 --embedding-multiplier 3 --residual-scale 1.4 --z-loss 0.02 "
-    "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95"
+    "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --adam-beta2 0.95 --qk-norm head --apply-wd-to-qk-layernorm"
 )
-"""Scalings, z-loss and states in bf16, whose own files have more layouts in the long run."""
+"""Scalings, z-loss, decayed norms and states in bf16, whose own files have more layouts in the long run."""
 
 
 def test_all_features_match_single_process_weights() -> None:

@@ -31,6 +31,37 @@ def test_documents_across_ranks_with_zero_2_equal_single_process() -> None:
     )
 
 
+HIERARCHICAL = "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+BY_LAYER = "--cp-comm-type a2a a2a+p2p all_gather a2a --hierarchical-context-parallel-sizes 2 2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("comm_flags", [HIERARCHICAL, BY_LAYER])
+@pytest.mark.parametrize(
+    ("layout", "options"),
+    [
+        ((1, 1, 1), ""),
+        ((1, 2, 1), "--pipeline-schedule zb-h1"),
+        ((1, 1, 2), "--zero-stage 3 --checkpoint-activations"),
+        ((1, 1, 2), "--zero-stage 1"),
+        ((1, 2, 1), INTERLEAVED),
+    ],
+)
+@pytest.mark.parametrize(
+    "extra", [f"--fp64 --clip-grad 0.5 {DOCUMENT_FLAGS}", f"{DROPOUT} {DOCUMENT_FLAGS}", "--fp64 --clip-grad 0.5"]
+)
+def test_hierarchical_form_and_types_by_layer_equal_single_process(
+    layout: tuple[int, int, int], options: str, extra: str, comm_flags: str
+) -> None:
+    check_fp64(compare_layout(*layout, 2, extra, f"{comm_flags} {options}", context=4, steps=3))
+
+
+@pytest.mark.slow
+def test_hierarchical_form_with_tensor_ranks_equals_single_process() -> None:
+    extra = f"--fp64 --clip-grad 0.5 --num-attention-heads 8 --hidden-size 64 {DOCUMENT_FLAGS}"
+    check_fp64(compare_layout(2, 1, 1, 2, extra, f"{HIERARCHICAL} --sequence-parallel", context=4, steps=3))
+
+
 @pytest.mark.slow
 def test_pipeline_dropout_equals_single_process() -> None:
     """Two chunks on each stage, recomputed; masks belong to places in the whole sequence."""

@@ -48,12 +48,16 @@ POSITION = f"{CAPACITY} --moe-token-drop-policy position"
 RANDOM = f"{CAPACITY} --moe-token-drop-policy random --moe-eval-capacity-factor 1.2 --moe-min-capacity 2"
 SLOW = pytest.mark.slow
 SEQUENCE_PARALLEL, RECOMPUTED, ZERO = "--sequence-parallel", "--checkpoint-activations", "--zero-stage"
-EP, UNSHARDED_EXPERTS = "--expert-model-parallel-size", "--expert-tensor-parallel-size 1"
+EP, ETP = "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+UNSHARDED_EXPERTS = f"{SEQUENCE_PARALLEL} {ETP} 1"
+BIASES = f"{BALANCED} --hidden-bias"
 LAYOUTS = [
     (DEEPSEEK, (1, 2, 2), RECOMPUTED, 1),
     (BALANCED, (2, 1, 2), f"{EP} 2 {SEQUENCE_PARALLEL} {ZERO} 1", 1),
     (CAPACITY, (1, 1, 1), "", 2),
     (BALANCED, (1, 1, 4), f"{EP} 2 {ZERO} 1 --optimizer muon", 1),
+    (BALANCED, (2, 1, 1), f"{EP} 2 {UNSHARDED_EXPERTS}", 1),
+    (BIASES, (4, 1, 1), f"{SEQUENCE_PARALLEL} {ETP} 2", 1),
     *(
         pytest.param(*case, marks=SLOW)
         for case in (
@@ -80,7 +84,7 @@ LAYOUTS = [
             (RANDOM, (1, 2, 2), f"{EP} 2", 1),
             (POSITION, (1, 1, 2), "", 1),
             (BALANCED, (2, 1, 2), "--optimizer muon", 1),
-            (DEEPSEEK, (2, 1, 1), f"{SEQUENCE_PARALLEL} {UNSHARDED_EXPERTS}", 1),
+            (DEEPSEEK, (2, 1, 1), UNSHARDED_EXPERTS, 1),
             (BALANCED, (1, 1, 2), f"{EP} 2", 1),
             (BALANCED, (1, 2, 2), f"{EP} 2 {RECOMPUTED}", 1),
             (BALANCED, (1, 2, 2), f"{EP} 2 --pipeline-schedule zb-h1", 1),
@@ -91,7 +95,25 @@ LAYOUTS = [
             (DEEPSEEK, (2, 2, 2), f"{EP} 2 {SEQUENCE_PARALLEL}", 1),
             (BALANCED, (2, 1, 4), f"{EP} 4 {SEQUENCE_PARALLEL} {ZERO} 1", 1),
             (DEEPSEEK, (1, 2, 4), f"{EP} 4", 1),
-            (DEEPSEEK, (2, 1, 2), f"{EP} 2 {SEQUENCE_PARALLEL} {UNSHARDED_EXPERTS}", 1),
+            (DEEPSEEK, (2, 1, 2), f"{EP} 2 {UNSHARDED_EXPERTS}", 1),
+            *(
+                (model, layout, f"{SEQUENCE_PARALLEL} {ETP} 2 {extra}".strip(), context)
+                for model, layout, extra, context in (
+                    (BIASES, (4, 1, 1), f"{EP} 2", 1),
+                    (DEEPSEEK, (4, 1, 2), f"{EP} 2 {ZERO} 1", 1),
+                    (BALANCED, (4, 1, 2), f"{EP} 4 {ZERO} 2", 1),
+                    (BALANCED, (4, 1, 2), f"{EP} 2 {ZERO} 3", 1),
+                    (DEEPSEEK, (4, 1, 1), f"{EP} 4 --cp-comm-type all_gather", 2),
+                    (CAPACITY, (4, 1, 1), f"{EP} 2 {RECOMPUTED}", 2),
+                    (DEEPSEEK, (4, 2, 1), f"{EP} 2", 1),
+                    (BALANCED, (4, 2, 1), "--pipeline-schedule zb-h1", 1),
+                    (BALANCED, (4, 1, 2), f"{EP} 2 {ZERO} 1 --optimizer muon", 1),
+                    (BALANCED, (4, 1, 1), "--optimizer muon", 1),
+                )
+            ),
+            (BIASES, (2, 1, 2), f"{EP} 4 {UNSHARDED_EXPERTS} {ZERO} 1", 1),
+            (DEEPSEEK, (2, 2, 2), f"{EP} 2 {UNSHARDED_EXPERTS} {ZERO} 3", 1),
+            (BALANCED, (2, 1, 1), f"{EP} 4 {UNSHARDED_EXPERTS}", 2),
             (BALANCED, (1, 1, 1), f"{EP} 2", 2),
             (CAPACITY, (1, 1, 2), f"{EP} 4 {ZERO} 1", 2),
             (POSITION, (2, 1, 1), f"{EP} 2 {SEQUENCE_PARALLEL}", 2),
@@ -101,13 +123,20 @@ LAYOUTS = [
             (BALANCED, (1, 1, 4), f"{EP} 2 {ZERO} 3 --optimizer muon", 1),
             (BALANCED, (1, 2, 4), f"{EP} 2 {ZERO} 2 --optimizer muon", 1),
             (BALANCED, (1, 1, 2), f"{EP} 2 {ZERO} 1 --optimizer muon", 2),
-            (DEEPSEEK, (2, 1, 2), f"{EP} 2 {ZERO} 1 {SEQUENCE_PARALLEL} {UNSHARDED_EXPERTS} --optimizer muon", 1),
+            (DEEPSEEK, (2, 1, 2), f"{EP} 2 {ZERO} 1 {UNSHARDED_EXPERTS} --optimizer muon", 1),
         )
     ),
 ]  # fmt: skip
 
 
-MODEL_NAMES = {BALANCED: "balanced", DEEPSEEK: "deepseek", CAPACITY: "capacity", POSITION: "position", RANDOM: "random"}
+MODEL_NAMES = {
+    BALANCED: "balanced",
+    BIASES: "biases",
+    DEEPSEEK: "deepseek",
+    CAPACITY: "capacity",
+    POSITION: "position",
+    RANDOM: "random",
+}
 
 
 def case_id(case: Any) -> str:
@@ -115,6 +144,7 @@ def case_id(case: Any) -> str:
     model, layout, extra, context = getattr(case, "values", case)
     words = (
         extra.replace(SEQUENCE_PARALLEL, "cut")
+        .replace(ETP, "etp")
         .replace(RECOMPUTED, "recomputed")
         .replace(EP, "ep")
         .replace("--", "")

@@ -95,6 +95,7 @@ SLOW = [
             (DEEPSEEK, (1, 1, 4), f"{EP} 2 {RECOMPUTE}", 2, 1),
             (DEEPSEEK, (2, 1, 2), f"{EP} 2 {SEQUENCE_PARALLEL}", 2, 1),
             (BALANCED, (2, 1, 4), f"{EP} 2 {SEQUENCE_PARALLEL} --expert-tensor-parallel-size 1", 2, 1),
+            (BALANCED, (4, 1, 2), f"{EP} 2 {SEQUENCE_PARALLEL} --expert-tensor-parallel-size 2", 2, 1),
             (CAPACITY, (1, 1, 2), f"{EP} 2", 2, 2),
             (BALANCED, (1, 2, 4), f"{EP} 2 {ZERO_BUBBLE}", 2, 1),
             (f"{BALANCED} --hidden-bias", (1, 2, 4), f"{EP} 2 {INTERLEAVED}", 2, 1),

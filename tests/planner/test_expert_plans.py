@@ -68,7 +68,8 @@ def test_expert_traffic_counts_both_passes(recompute: str) -> None:
 def test_unsharded_experts_process_tensor_rank_tokens() -> None:
     planner = Planner(make_config(expert_tensor_parallel_size=1, model_parallel_size=2, sequence_parallel=True), H100)
     layout_kwargs: Any = {"tensor": 2, "data": 4, "expert": 4, "sequence_parallel": True}
-    unsharded, sharded = planner.estimate(Layout(**layout_kwargs)), estimate_layout(**layout_kwargs)
+    unsharded = planner.estimate(Layout(**layout_kwargs, expert_tensor=1))
+    sharded = estimate_layout(**layout_kwargs)
     assert unsharded.traffic[EXPERT].bytes == sharded.traffic[EXPERT].bytes / 2
     expert_params = planner.model(Layout(**layout_kwargs)).costs.stage_distributed_parameters([0, L + 3], 2)
     assert (

@@ -155,7 +155,7 @@ def test_context_parallel_gathers_kv_or_exchanges_heads(recompute: str, num_reco
     ):
         overrides = {"context_parallel_size": 4, "cp_comm_type": comm_type}
         planner = Planner(config_from_values({**MODEL_VALUES, **overrides, "max_position_embeddings": S}), A100)
-        result = planner.estimate(Layout(**layout_kwargs, cuts_heads=comm_type == "a2a"))  # type: ignore[arg-type]
+        result = planner.estimate(Layout(**layout_kwargs))  # type: ignore[arg-type]
         assert result.traffic[CONTEXT].bytes == pytest.approx(3 * L * 3 / 4 * sent_bytes)
         assert (
             sum(result.seconds_by_activity.values()) == pytest.approx(result.step_s)

@@ -90,7 +90,9 @@ def get_world_size(layout: Layout) -> int:
     return layout[0] * layout[1] * layout[2]
 
 
-SLOW, EP = pytest.mark.slow, "--expert-model-parallel-size"
+SLOW, EP, ETP = pytest.mark.slow, "--expert-model-parallel-size", "--expert-tensor-parallel-size"
+SP = "--sequence-parallel"
+UNSHARDED = f"{SP} {ETP} 1"
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,7 @@ SLOW, EP = pytest.mark.slow, "--expert-model-parallel-size"
         pytest.param((1, 1, 4, f"{EP} 2 --zero-stage 1"), "--bf16", marks=SLOW),
         pytest.param((1, 1, 4, f"{EP} 2 --zero-stage 3"), "--bf16", marks=SLOW),
         pytest.param((1, 2, 2, f"{EP} 2 --zero-stage 3 --pipeline-schedule zb-h1"), "--bf16", marks=SLOW),
+        pytest.param((4, 1, 1, f"{SP} {ETP} 2 {EP} 2"), "--bf16", marks=SLOW),
         pytest.param((1, 1, 2, ""), "--bf16 --moe-router-load-balancing-type global_aux_loss", marks=SLOW),
         pytest.param(
             (2, 1, 1, "--sequence-parallel"),
@@ -151,6 +154,12 @@ LAYOUT_CHANGES = [
     pytest.param((1, 1, 1, ""), (2, 1, 2, "--sequence-parallel --zero-stage 1"), marks=SLOW),
     pytest.param((1, 1, 2, "--zero-stage 3"), (1, 2, 1, ""), marks=SLOW),
     ((1, 1, 2, f"{EP} 2"), (1, 1, 1, "")),
+    pytest.param((2, 1, 1, UNSHARDED), (1, 1, 1, ""), marks=SLOW),
+    pytest.param((4, 1, 1, f"{SP} {ETP} 2 {EP} 2"), (1, 1, 2, f"{EP} 2 --zero-stage 1"), marks=SLOW),
+    pytest.param((1, 2, 2, f"{EP} 2 --zero-stage 1"), (4, 1, 1, f"{SP} {ETP} 2"), marks=SLOW),
+    pytest.param(
+        (4, 1, 2, f"{SP} {ETP} 2 {EP} 4 --zero-stage 1"), (2, 1, 2, f"{UNSHARDED} {EP} 4 --zero-stage 3"), marks=SLOW
+    ),
     pytest.param((1, 2, 2, f"{EP} 2 --zero-stage 1"), (2, 1, 2, f"{EP} 2 --zero-stage 1"), marks=SLOW),
     pytest.param((2, 1, 1, ""), (1, 1, 4, f"{EP} 4"), marks=SLOW),
     pytest.param((1, 1, 4, f"{EP} 2 --zero-stage 1"), (1, 2, 2, f"{EP} 2"), marks=SLOW),

@@ -16,7 +16,7 @@ import pretrain_gpt2
 from megatron.checkpoint import named_parameters
 from megatron.config import Config, parse
 from megatron.costs.memory import BUCKET_BYTES
-from megatron.costs.replica_messages import Messages, UnitWeights, bucket_sizes, messages_per_step
+from megatron.costs.replica_messages import Messages, UnitWeights, bucket_sizes, chunk_weights, messages_per_step
 from megatron.data.mock_dataset import MockTokens
 from megatron.models import registry
 from megatron.mpu.groups import Group
@@ -31,6 +31,7 @@ from megatron.training.setup import build_engine, make_streams
 from megatron.training.trainer import Trainer
 from tds import gradients
 from tds.gradients import is_reduced_by_optimizer
+from tds.partition import chunks_on
 from tests.helpers.harness import run_ranks
 from tests.training.test_zero_bytes import count_new_bytes, record_gathered_bytes
 
@@ -70,6 +71,7 @@ class Counted(NamedTuple):
     expected: dict[str, int]
     messages: dict[str, Messages]
     expected_messages: dict[str, Messages]
+    planned_messages: Messages
 
 
 @dataclass
@@ -164,6 +166,7 @@ def count_case(rank: int, case: str, world_size: int) -> Counted:
         {name: getattr(memory, name) for name in stored},
         {name: counter.messages(name, note_bytes if name == "all" else 0) for name in groups},
         {name: expected_messages(config, engine.module, name, group) for name, group in groups.items()},
+        planned_messages(config, engine.module, grid),
     )
 
 
@@ -188,7 +191,8 @@ def expected_messages(config: Config, module: Any, name: str, group: Group) -> M
         units = []
         for layer in unit_modules(module, chunk):
             numels = tuple(p.numel() for p in reversed(list(layer.parameters())) if is_included(p))
-            is_lookup = hasattr(layer, "word") and chunk == 0 and getattr(module, "stage_id", 0) == 0
+            is_first = chunk == 0 and getattr(module, "stage_id", 0) == 0
+            is_lookup = hasattr(layer, "word") and (is_first or config.model.untie_embeddings)
             units.append(UnitWeights(numels, 1 if is_lookup else 2))
         chunks.append(units)
     return messages_per_step(
@@ -199,6 +203,24 @@ def expected_messages(config: Config, module: Any, name: str, group: Group) -> M
         width=2,
         scatters=False,
         numels=[p.numel() for p in module.parameters() if is_included(p)],
+    )
+
+
+def planned_messages(config: Config, module: Any, grid: Any) -> Messages:
+    """Return the messages over all replicas that the planner derives from the sizes of the model, without experts."""
+    costs, stages = registry.costs_of(config), grid.pipe.size
+    bounds = getattr(module, "parts", [0, costs.num_units])
+    placement = config.parallel.placement
+    return messages_per_step(
+        [
+            chunk_weights(costs, start, stop, has_pipeline=stages > 1)
+            for start, stop in chunks_on(bounds, stages, grid.pipe.rank, placement)
+        ],
+        stage=config.optimizer.zero_stage,
+        replicas=grid.data_context.size,
+        num_micro_batches=MICRO_BATCHES,
+        width=2,
+        scatters=False,
     )
 
 
@@ -215,6 +237,7 @@ def check_case(case: str, world_size: int) -> None:
         assert counted.stored == counted.expected, (rank, case)
         if "--pipe" in case:
             assert counted.messages == counted.expected_messages, (rank, case)
+            assert counted.messages["all"] == counted.planned_messages, (rank, case)
 
 
 @pytest.mark.parametrize(

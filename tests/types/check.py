@@ -43,7 +43,7 @@ def check_decoder(
 
     Args:
         has_documents: samples consist of several documents.
-        options: fields of ``ParallelContext``, such as sequence_parallel, cp_comm_type and has_sharded_experts.
+        options: fields of ``ParallelContext``, such as sequence_parallel, cp_comm_type.
 
     Raises:
         SpmdTypeError: the types of an operation do not fit.
@@ -120,7 +120,7 @@ def check_gradients(model: torch.nn.Module, grid: Grid, mesh: Mesh) -> None:
         SpmdTypeError: a gradient remains partial, or a complete gradient is summed.
         AssertionError: a parameter has no gradient.
     """
-    store = ParamStore(data=grid.data_context, expert_data=grid.expert_data)
+    store = ParamStore(data=grid.data_context, expert_data=grid.expert_data, expert_tensor=grid.expert_tensor)
     reducer = _TypedReducer(store, grid.model, grid.tensor)
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     for name, parameter in trained:

@@ -36,4 +36,5 @@ def fake_grid(topology: Topology, rank: int) -> Iterator[Grid]:
 def make_parallel_context(grid: Grid, **options: Any) -> ParallelContext:
     """Return the ``ParallelContext`` of a rank; ``options`` are further fields of it."""
     streams = DropoutStreams(data=grid.data, tensor=grid.tensor)
-    return ParallelContext(grid.tensor, streams, context=grid.context, expert=grid.expert, **options)
+    groups = {"context": grid.context, "expert": grid.expert, "expert_tensor": grid.expert_tensor}
+    return ParallelContext(grid.tensor, streams, **groups, **options)

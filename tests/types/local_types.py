@@ -55,11 +55,15 @@ class Mesh:
 
     def __init__(self, topology: Topology) -> None:
         self.tensor = MeshAxis.of(topology.tensor, 1)
-        ends = sorted({1, topology.context, topology.expert, topology.data_context})
+        # with unsharded experts, the expert groups begin with the tensor axis
+        self._has_unsharded_experts = topology.expert_shards < topology.tensor
+        self._is_tensor_expert_axis = self._has_unsharded_experts and topology.expert >= topology.tensor
+        expert = max(topology.expert // topology.tensor, 1) if self._has_unsharded_experts else topology.expert
+        ends = sorted({1, topology.context, expert, topology.data_context})
         strides = [topology.tensor * start for start in ends[:-1]]
         sizes = [end // start for start, end in itertools.pairwise(ends)]
         self.data_context = [MeshAxis.of(size, stride) for size, stride in zip(sizes, strides, strict=True)]
-        self._is_expert_axis = [end <= topology.expert for end in ends[1:]]
+        self._is_expert_axis = [end <= expert for end in ends[1:]]
         self.named = {f"data x context {idx}": axis for idx, axis in enumerate(self.data_context)}
         if topology.tensor > 1:
             self.named["tensor"] = self.tensor
@@ -74,11 +78,14 @@ class Mesh:
 
     def of_parameter(self, parameter: torch.Tensor) -> Types:
         """Return the types that the metadata of ``parameter`` (``tds.param_info``) declares."""
+        is_expert = info_of(parameter).is_expert
         if is_tensor_parallel(parameter):
             tensor = V
+        elif is_expert and self._has_unsharded_experts:
+            tensor = V if self._is_tensor_expert_axis else R
         else:
             tensor = R if is_partial(parameter) else I
-        return self.types(tensor, R, V if info_of(parameter).is_expert else R)
+        return self.types(tensor, R, V if is_expert else R)
 
 
 def axes_of(group: Group | Any) -> list[MeshAxis]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,6 +38,12 @@ class Case(NamedTuple):
 
     args: ModelArgs
     options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    expert_tensor: int = 0
+
+    def with_experts(self, topology: Topology) -> Topology:
+        """Return ``topology`` with the tensor ranks that shard an expert."""
+        is_changed = self.expert_tensor and topology.tensor > 1
+        return replace(topology, expert_tensor=self.expert_tensor) if is_changed else topology
 
 
 CASES = {
@@ -65,7 +72,7 @@ CASES = {
     "latents, all-to-all": Case(latent_model_args(), {"cp_comm_type": "a2a"}),
     "experts": Case(llama_model_args(**EXPERTS, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.1)),
     "experts with biases": Case(llama_model_args(**EXPERTS, hidden_bias=True)),
-    "experts on every tensor rank": Case(llama_model_args(**EXPERTS), {"has_sharded_experts": False}),
+    "experts on every tensor rank": Case(llama_model_args(**EXPERTS), expert_tensor=1),
     "experts, sigmoid router, shared expert": Case(llama_model_args(**EXPERTS, **ROUTING, moe_aux_loss_coeff=0.1)),
     "experts, capacity": Case(llama_model_args(**EXPERTS, moe_expert_capacity_factor=1.0)),
     "experts, recompute": Case(llama_model_args(**EXPERTS, checkpoint_activations=True)),
@@ -97,8 +104,9 @@ def check_layouts(rank: int, name: str) -> None:
 
     typed_functions.install()
     case = CASES[name]
-    for topology in LAYOUTS.values():
-        check_decoder(case.args, topology, rank=0, **case.options)
+    for topology in map(case.with_experts, LAYOUTS.values()):
+        if not topology.expert_tensor:
+            check_decoder(case.args, topology, rank=0, **case.options)
         if topology.tensor > 1:
             last_rank = topology.world_size - 1
             check_decoder(case.args, topology, rank=last_rank, sequence_parallel=True, **case.options)
@@ -115,7 +123,7 @@ def check_parameters(rank: int, name: str) -> None:
 
     case = CASES[name]
     options = {key: value for key, value in case.options.items() if key != "has_documents"}
-    for topology in LAYOUTS.values():
+    for topology in map(case.with_experts, LAYOUTS.values()):
         check_declarations(case.args, topology, sequence_parallel=topology.tensor > 1, **options)
 
 

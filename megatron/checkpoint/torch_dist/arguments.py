@@ -189,6 +189,9 @@ def _model_arguments(config: Config) -> dict[str, Any]:
         arguments |= {"num_experts": model.num_experts, "moe_grouped_gemm": True}
         arguments |= {name: getattr(model, name) for name in _EXPERT_FIELDS}
         arguments |= {name: None for name in _NONE_IF_ZERO if not arguments[name]}
+        if len(model.balancing_types) > 1:
+            arguments["moe_router_load_balancing_type"] = list(model.balancing_types)
+            arguments["moe_aux_loss_coeff"] = list(model.aux_loss_coeffs)
         arguments["moe_layer_freq"] = _pattern(model.moe_layer_freq)
     return arguments
 

@@ -50,7 +50,7 @@ _EXPERT_FIELDS = (
     "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
 )  # fmt: skip
 """Settings with the same name and meaning in both programs."""
-_LOAD_BALANCING = {name: name for name in (*AUX_LOSSES, SINKHORN, NO_LOSS)}
+_LOAD_BALANCING = (*AUX_LOSSES, SINKHORN, NO_LOSS)
 _OPTIMIZERS = {"adam": "adamw", "sgd": "sgd"}
 _DECAY_STYLES = {"WSD": "wsd"}
 LR_STEP_OFFSET = -1
@@ -84,8 +84,9 @@ def missing_features(args: Mapping[str, Any]) -> Iterator[str]:
     if (args.get("num_experts") or 0) > 1:
         names = _as_list(args.get("moe_router_load_balancing_type"))
         weights = _as_list(args.get("moe_aux_loss_coeff"))
-        lost = [f"{name} {weight}" for name, weight in zip(names, weights, strict=False) if name and weight]
-        if lost and (len(names) > 1 or names[0] not in _LOAD_BALANCING):
+        pairs = zip(names, weights, strict=False)
+        lost = [f"{name} {weight}" for name, weight in pairs if name and weight and name not in _LOAD_BALANCING]
+        if lost:
             yield f"the load-balancing losses {', '.join(lost)}"
 
 
@@ -175,11 +176,16 @@ def _expert_values(args: Mapping[str, Any]) -> dict[str, Any]:
     frequency = args.get("moe_layer_freq", 1)
     values["moe_layer_freq"] = str(frequency).replace(" ", "")
     balancing, coefficient = args.get("moe_router_load_balancing_type", "aux_loss"), args.get("moe_aux_loss_coeff", 0.0)
-    if isinstance(balancing, list | tuple):  # several losses; ours has one
-        balancing, coefficient = (balancing[0], coefficient[0]) if len(balancing) == 1 else ("several", 0.0)
-    if balancing in _LOAD_BALANCING:
-        values["moe_router_load_balancing_type"] = _LOAD_BALANCING[balancing]
-        values["moe_aux_loss_coeff"] = float(coefficient or 0.0)
+    pairs = [
+        (name, float(weight or 0.0))
+        for name, weight in zip(_as_list(balancing), _as_list(coefficient), strict=False)
+        if name in _LOAD_BALANCING
+    ]
+    if len(pairs) == 1:
+        values["moe_router_load_balancing_type"], values["moe_aux_loss_coeff"] = pairs[0]
+    elif pairs:
+        values["moe_router_load_balancing_type"] = " ".join(name for name, _ in pairs)
+        values["moe_aux_loss_coeff"] = " ".join(str(weight) for _, weight in pairs)
     return values
 
 

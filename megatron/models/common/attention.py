@@ -339,7 +339,6 @@ def local_alibi_slopes(args: ModelArgs, parallel: ParallelContext) -> list[float
         return None
     num_heads = divide("--num-attention-heads", args.num_attention_heads, parallel.group)
     first_head = parallel.group.rank * num_heads
-    if parallel.has_sharded_heads:
-        num_heads //= parallel.context.size
-        first_head += parallel.context.rank * num_heads
+    num_heads //= parallel.head_group.size
+    first_head += parallel.head_group.rank * num_heads
     return alibi_slopes(args.num_attention_heads, args.alibi_bias_max)[first_head : first_head + num_heads]

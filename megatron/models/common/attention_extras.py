@@ -35,7 +35,7 @@ class Sinks(nn.Module):
     def forward(self, query: torch.Tensor) -> torch.Tensor:
         """Return the sinks of the heads that this rank attends with.
 
-        With ``--cp-comm-type a2a`` these are 1/c of its heads.
+        With ``--cp-comm-type a2a`` these are 1/c of its heads, with a2a+p2p a share for each rank of the inner group.
 
         Shapes:
             query  [b, a/t, s, d]
@@ -44,7 +44,7 @@ class Sinks(nn.Module):
         sinks = query.new_zeros(self.num_heads) if self.weight is None else self.weight
         if not self._parallel.has_sharded_heads:
             return sinks
-        return sinks.chunk(self._parallel.context.size)[self._parallel.context.rank]
+        return sinks.chunk(self._parallel.head_group.size)[self._parallel.head_group.rank]
 
 
 def make_sinks(args: ModelArgs, parallel: ParallelContext) -> Sinks | None:

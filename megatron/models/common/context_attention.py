@@ -31,6 +31,8 @@ class ContextAttention:
     |---|---|---|
     | all_gather, p2p | all-gather keys and values, again in backward; reduce-scatter gradients | this rank's tokens |
     | a2a | all-to-all queries, keys, values and output | all tokens of 1/c of the heads |
+    | a2a+p2p | a2a over the n ranks of the inner group, all_gather over the outer group | the inner group's tokens of \
+    1/n of the heads |
 
     Shapes:
         query      [b, a/t, s/c, d]
@@ -69,22 +71,18 @@ class ContextAttention:
         sinks: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        group = self._parallel.context
+        heads, queries = self._parallel.head_group, self._parallel.query_group
         # each query applies its sink once, because one call sees its keys of all ranks
         sink_kwargs = {} if sinks is None else {"sinks": sinks}
-        if self._parallel.has_sharded_heads:
-            if drop is not None:
-                kwargs["drop"] = partial(drop, first_head=group.rank * (query.shape[1] // group.size))
-            function = partial(self._function, mask=mask, **sink_kwargs, **kwargs)
-            return self._attend_with_head_shards(function, query, key, value)
         if drop is not None:
-            kwargs["drop"] = partial(drop, runs=token_ranges(query.shape[2], group))
-        if mask is None and kwargs.get("is_causal") is not False:
+            if queries.size > 1:
+                drop = partial(drop, runs=token_ranges(query.shape[2] * heads.size, queries))
+            kwargs["drop"] = partial(drop, head_rank=heads.rank, head_ranks=heads.size) if heads.size > 1 else drop
+        function: Callable[..., torch.Tensor] = partial(self._function, mask=mask, **sink_kwargs, **kwargs)
+        if queries.size > 1 and mask is None and kwargs.get("is_causal") is not False:
             causal_function = self._causal_function if sinks is None else partial(self._function, **sink_kwargs)
             function = partial(self._attend_by_chunk, partial(causal_function, **kwargs))
-            return self._attend_with_gathered_keys(function, query, key, value)
-        function = partial(self._function, mask=mask, **sink_kwargs, **kwargs)
-        return self._attend_with_gathered_keys(function, query, key, value)
+        return self._attend(function, query, key, value)
 
     def attend_within_documents(
         self,
@@ -103,27 +101,34 @@ class ContextAttention:
         Args:
             kwargs: further arguments of the document function, such as the sinks of the heads this rank attends with.
         """
-        function = partial(self._document_function, **kwargs)
-        if self._parallel.has_sharded_heads:
-            return self._attend_with_head_shards(partial(function, starts=starts, stops=stops), query, key, value)
-        if stops is not None:
-            return self._attend_with_gathered_keys(partial(function, starts=starts, stops=stops), query, key, value)
-        return self._attend_with_gathered_keys(
-            partial(self._attend_by_chunk, function, starts=starts), query, key, value
-        )
+        function: Callable[..., torch.Tensor] = partial(self._document_function, **kwargs)
+        if self._parallel.query_group.size == 1 or stops is not None:
+            function = partial(function, starts=starts, stops=stops)
+        else:
+            function = partial(self._attend_by_chunk, function, starts=starts)
+        return self._attend(function, query, key, value)
 
-    def _attend_with_head_shards(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        """Apply ``function`` to full sequences of 1/c of the heads."""
-        group = self._parallel.context
-        return scatter_sequence_gather_heads(
-            function(*[scatter_heads_gather_sequence(x, group) for x in tensors]), group
-        )
+    def _attend(
+        self, function: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        """Apply ``function`` to the queries and heads that this rank attends with, and to the keys of all tokens.
+
+        After the exchange of tokens for heads, an inner group's rank has the tokens of two chunks again: those of its
+        rank in the outer group, if the sequence is split over the outer group only.
+        """
+        group = self._parallel.head_group
+        tensors = [scatter_heads_gather_sequence(x, group) for x in (query, key, value)]
+        if self._parallel.query_group.size > 1:
+            context = self._attend_with_gathered_keys(function, *tensors)
+        else:
+            context = function(*tensors)
+        return scatter_sequence_gather_heads(context, group)
 
     def _attend_with_gathered_keys(
         self, function: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         """Apply ``function`` to this rank's queries and to the keys and values of all ranks."""
-        key, value, saved_shard_hooks = _gather_keys_and_values(key, value, self._parallel.context)
+        key, value, saved_shard_hooks = _gather_keys_and_values(key, value, self._parallel.query_group)
         with nullcontext() if self._is_recomputed else saved_shard_hooks:
             return function(query, key, value)
 
@@ -137,7 +142,7 @@ class ContextAttention:
     ) -> torch.Tensor:
         """Compute attention for each of this rank's two chunks of queries and the keys up to the end of the chunk."""
         contexts = []
-        for start, stop, first in token_ranges(query.shape[2], self._parallel.context):
+        for start, stop, first in token_ranges(query.shape[2], self._parallel.query_group):
             num_keys = first + stop - start
             inputs = query[:, :, start:stop], key[:, :, :num_keys], value[:, :, :num_keys]
             contexts.append(

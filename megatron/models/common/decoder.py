@@ -67,9 +67,7 @@ class DecoderModel(nn.Module):
         labels: torch.Tensor | None = None, loss_mask: torch.Tensor | None = None,
     ) -> Any:  # fmt: skip
         x = self.embedding(tokens, position_ids)  # [s, b, h]
-        is_causal_only = segment_ids is None and not self.masks.is_always_needed and self.model_args.rotary is None
-        layer_inputs = () if is_causal_only else self._layer_inputs(x, position_ids, segment_ids)
-        x = self.final_norm(run_layers(list(self.layers), x, *layer_inputs, recompute=self.recompute))
+        x = self.final_norm(self._run_layers(x, position_ids, segment_ids))
         logits = self._apply_head(x)
         if labels is None or loss_mask is None:
             return materialize_logits(logits)  # [s, b, v/t]
@@ -94,20 +92,40 @@ class DecoderModel(nn.Module):
             return self.head(x)
         return head_output(x, self.embedding.word.weight, self.model_args, self.parallel)
 
-    def _layer_inputs(
+    def _run_layers(
         self, x: torch.Tensor, position_ids: torch.Tensor | None, segment_ids: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Apply the transformer layers; those with another communication over context ranks have other masks."""
+        layers: list[Callable[..., torch.Tensor]] = list(self.layers)
+        masks_by_layer = [self.masks.of_layer(layer_idx) for layer_idx in range(len(layers))]
+        all_masks = list(dict.fromkeys(masks_by_layer))
+        is_causal_only = segment_ids is None and self.model_args.rotary is None
+        if is_causal_only and not any(masks.is_always_needed for masks in all_masks):
+            return run_layers(layers, x, recompute=self.recompute)
+        inputs = {masks: self._layer_inputs(masks, x, position_ids, segment_ids) for masks in all_masks}
+        if len(inputs) <= 1:
+            return run_layers(layers, x, *(inputs[all_masks[0]] if all_masks else ()), recompute=self.recompute)
+
+        def with_inputs(layer: Callable[..., torch.Tensor], masks: Masks) -> Callable[..., torch.Tensor]:
+            return lambda x: layer(x, *inputs[masks])
+
+        bound_layers = [with_inputs(layer, masks) for layer, masks in zip(layers, masks_by_layer, strict=True)]
+        return run_layers(bound_layers, x, recompute=self.recompute)
+
+    def _layer_inputs(
+        self, masks: Masks, x: torch.Tensor, position_ids: torch.Tensor | None, segment_ids: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         """Return the layers' further inputs: mask, None for the cache, positions, mask of layers with a window, starts.
 
         Only models with recurrent mixers have document starts.
         """
-        mask = self.masks.get_mask(x, segment_ids) if self.masks.has_attention else None
+        mask = masks.get_mask(x, segment_ids) if masks.has_attention else None
         positions = None if self.model_args.rotary is None else position_ids
         self._check_positions(positions)
         window_mask = mask
-        if self.masks.window and self.masks.has_attention:
-            window_mask = self.masks.get_mask(x, segment_ids, has_window=True)
-        starts = (self.masks.get_starts(segment_ids),) if self.masks.has_recurrent_layers else ()
+        if masks.window and masks.has_attention:
+            window_mask = masks.get_mask(x, segment_ids, has_window=True)
+        starts = (masks.get_starts(segment_ids),) if masks.has_recurrent_layers else ()
         return (mask, None, positions, window_mask, *starts)
 
     def _check_positions(self, position_ids: torch.Tensor | None) -> None:

@@ -70,12 +70,10 @@ class MoE(nn.Module):
         indices = range(parallel.expert.rank * num_local, (parallel.expert.rank + 1) * num_local)
         self.experts = Experts({idx: make_mlp(expert_args, parallel.for_experts) for idx in indices})
         for parameter in self.experts.parameters():
-            if parallel.expert.size > 1:
+            if parallel.expert.size > 1 or parallel.has_expert_tensor_group:
                 set_expert(parameter)
-            if not parallel.has_sharded_experts:
+            if parallel.has_expert_tensor_group and parallel.for_experts.group.size == 1:
                 set_shard(parameter, Shard(tuple(parameter.shape)))  # not sharded: each tensor rank has a full copy
-            if parallel.sequence_parallel and not parallel.has_sharded_experts:
-                set_partial(parameter)
         if parallel.for_experts.group.size > 1:
             for expert in self.experts.children():
                 bias: torch.Tensor | None = expert.down.bias  # type: ignore[union-attr, assignment]

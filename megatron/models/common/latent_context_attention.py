@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +32,11 @@ class LatentContextAttention(ContextAttention):
     |---|---|---|
     | all_gather, p2p | all-gather latents; reduce-scatter their gradients | the latents of all tokens |
     | a2a | the same; all-to-all queries and output | also keys and values of 1/c of the heads |
+    | a2a+p2p | the same; all-to-all over the inner group | the latents of all tokens |
 
     A token has r_kv + d_r elements of latent and rotated key, against 2 a d / t of keys and values. In return every
-    rank projects the keys and values of all tokens. With all-gather it projects them again in backward.
+    rank projects the keys and values of all tokens, for the heads that it attends with. Except with a2a, it projects
+    them again in backward.
 
     Shapes:
         query  [b, a/t, s/c, d]
@@ -57,30 +60,45 @@ class LatentContextAttention(ContextAttention):
         super().__init__(function, document_function, args, parallel, meter)
         self._expand = expand
 
-    def _attend_with_head_shards(self, function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-        """Apply ``function`` to full sequences of 1/c of the heads; ``tensors`` are queries, latents, rotated keys."""
-        query, latent, rotated_key = tensors
-        group, num_heads = self._parallel.context, query.shape[1] // self._parallel.context.size
-        gathered = gather_from_context_region(_pack(latent, rotated_key), group)  # [s, b, r_kv + d_r]
-        heads = slice(group.rank * num_heads, (group.rank + 1) * num_heads)
-        key, value = self._expand(*_unpack(gathered, latent.shape[-1]), heads)
-        context = pad_heads(function)(scatter_heads_gather_sequence(query, group), key, value)  # [b, a/tc, s, d_v]
-        return scatter_sequence_gather_heads(context, group)
-
-    def _attend_with_gathered_keys(
+    def _attend(
         self, function: Callable[..., torch.Tensor], query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Apply ``function`` to this rank's queries and to the keys and values of all tokens."""
-        gathered, latent_size = gather_from_context_region(_pack(key, value), self._parallel.context), key.shape[-1]
+        """Apply ``function`` to the queries and heads that this rank attends with, and to the keys of all tokens."""
+        group, num_heads = self._parallel.head_group, query.shape[1] // self._parallel.head_group.size
+        gathered = gather_from_context_region(_pack(key, value), self._parallel.context)  # [s, b, r_kv + d_r]
+        query, heads = scatter_heads_gather_sequence(query, group), ()
+        if group.size > 1:
+            heads = (slice(group.rank * num_heads, (group.rank + 1) * num_heads),)
+        expand = partial(self._expand_rows, latent_size=key.shape[-1], heads=heads)
+        if self._parallel.query_group.size > 1:
+            context = self._attend_with_rebuilt_keys(function, query, gathered, expand)
+        else:
+            context = pad_heads(function)(query, *expand(gathered))  # [b, a/tc, s, d_v]
+        return scatter_sequence_gather_heads(context, group)
 
-        def expand(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-            keys, values = self._expand(*_unpack(rows, latent_size))
+    def _expand_rows(
+        self, rows: torch.Tensor, *, latent_size: int, heads: tuple[slice, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of the latents in ``rows``, for a slice of the heads or for all."""
+        return self._expand(*_unpack(rows, latent_size), *heads)
+
+    def _attend_with_rebuilt_keys(
+        self,
+        function: Callable[..., torch.Tensor],
+        query: torch.Tensor,
+        gathered: torch.Tensor,
+        expand: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    ) -> torch.Tensor:
+        """Apply ``function``; backward projects keys and values again from the ``gathered`` latents."""
+
+        def expand_padded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+            keys, values = expand(rows)
             size = max(keys.shape[-1], values.shape[-1])
             return pad_head(keys, size), pad_head(values, size), values.shape[-1]
 
-        keys, values, value_size = expand(gathered)  # [b, a/t, s, d], padded to equal sizes
+        keys, values, value_size = expand_padded(gathered)  # [b, a/tn, s, d], padded to equal sizes
         query = pad_head(query, keys.shape[-1])
-        hooks = _RebuildHooks(lambda: expand(gathered.detach())[:2], keys, values)
+        hooks = _RebuildHooks(lambda: expand_padded(gathered.detach())[:2], keys, values)
         with nullcontext() if self._is_recomputed else saved_tensors_hooks(hooks.pack, hooks.unpack):
             return function(query, keys, values)[..., :value_size]
 

@@ -74,7 +74,7 @@ class LogitMeter:
         elif self._is_bound:
             positions = self._parallel.query_positions(key.shape[2], query.device)
         window = 0 if starts is None else self._window  # otherwise the mask has the window
-        first_head = self._parallel.context.rank * query.shape[1] if self._parallel.has_sharded_heads else 0
+        first_head = self._parallel.head_group.rank * query.shape[1]
         raise_maxima(self.maxima, query, key, mask, starts, positions, first, window, self._scale, first_head)
 
 

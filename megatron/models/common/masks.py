@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -88,7 +89,7 @@ class Masks:
         self.has_attention = any(layer_type.has_attention for layer_type in types)
         self.has_recurrent_layers = any(layer_type.recurrent_mixer for layer_type in types)
         self.slopes = local_alibi_slopes(args, parallel)
-        self._has_query_shard = parallel.context.size > 1 and not parallel.has_sharded_heads
+        self._has_query_shard = parallel.query_group.size > 1
         # True if layers need a mask even without segment ids
         self.is_always_needed = self.slopes is not None or bool(self.window) or self._has_query_shard
         self._causal_masks: dict[bool, torch.Tensor | None] = {False: None, True: None}
@@ -97,6 +98,14 @@ class Masks:
         )
         self._document_starts, self._full_starts = LastValueCache(), LastValueCache()
         self._zero_starts: torch.Tensor | None = None
+        self._masks_by_type: dict[Any, Masks] = {parallel.cp_comm_type: self}
+
+    def of_layer(self, layer: int) -> Masks:
+        """Return the masks of a layer, which depend on the communication of its attention over the context ranks."""
+        parallel = self._parallel.for_layer(layer)
+        if parallel.cp_comm_type not in self._masks_by_type:
+            self._masks_by_type[parallel.cp_comm_type] = Masks(self._args, parallel)
+        return self._masks_by_type[parallel.cp_comm_type]
 
     @torch.compiler.disable  # the cache persists between calls and cannot be part of a graph
     def get_mask(
@@ -162,7 +171,7 @@ class Masks:
 
     def _single_document_starts(self, x: torch.Tensor, length: int) -> torch.Tensor:
         """Return the document starts of samples with one document: zeros."""
-        num_queries = length if self._parallel.has_sharded_heads else length // self._parallel.context.size
+        num_queries = length // self._parallel.query_group.size
         if self._zero_starts is None or (self._zero_starts.shape, self._zero_starts.device) != (
             (x.shape[1], num_queries),
             x.device,

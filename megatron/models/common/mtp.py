@@ -254,7 +254,7 @@ def with_mtp_losses(
     future = future_tokens(labels, loss_mask, segment_ids, args, parallel)
     mtp_sums = []
     for depth, (layer, tokens) in enumerate(zip(mtp_input.layers, future, strict=True), start=1):
-        mask = masks.get_mask(x, segment_ids, layer.has_window)
+        mask = masks.of_layer(args.num_layers + depth - 1).get_mask(x, segment_ids, layer.has_window)
         inputs = x, tokens.inputs, mtp_input.word, mask, mtp_input.positions
         x = recompute(layer, *inputs) if recompute.interval else layer(*inputs)
         loss_sum, count = model_loss(mtp_input.head(x), tokens.targets, tokens.loss_mask, loss_args, parallel)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.config.parallel import ALL_GATHER, ALL_TO_ALL, HIERARCHICAL
 from megatron.models.common.model_args import Module
 from megatron.mpu.context_parallel import gather_rows, local_positions, split_along_context
 from megatron.mpu.groups import SINGLE, Group
@@ -25,19 +26,24 @@ class ParallelContext:
     (``megatron.mpu.context_parallel``).
 
     Args:
-        cp_comm_type: communication of attention over the context group, documented in ``ContextAttention``.
+        cp_comm_type: communication of attention over the context group, documented in ``ContextAttention``: one type,
+            or a type for each layer.
+        context_inner, context_outer: with the type a2a+p2p, the context ranks that exchange tokens for heads, and the
+            context ranks with the same rank in ``context_inner``.
         expert: group of ranks over which the experts of a layer are distributed.
-        has_sharded_experts: True: each expert is sharded over the tensor ranks. False: each tensor rank has full
-            experts and applies them to its shard of the sequence.
+        expert_tensor: the consecutive tensor ranks over which each expert is sharded; None: all. With fewer ranks than
+            in ``group``, they apply their experts to their shards of the sequence.
     """
 
     group: Group = SINGLE
     streams: DropoutStreams = field(default_factory=DropoutStreams)
     sequence_parallel: bool = False
     context: Group = SINGLE
-    cp_comm_type: str = "all_gather"
+    cp_comm_type: str | tuple[str, ...] = ALL_GATHER
+    context_inner: Group = SINGLE
+    context_outer: Group = SINGLE
     expert: Group = SINGLE
-    has_sharded_experts: bool = True
+    expert_tensor: Group | None = None
 
     cut = Renamed("layer_kwargs")
     part = Renamed("shard_sequence")
@@ -51,8 +57,17 @@ class ParallelContext:
 
     @property
     def for_experts(self) -> ParallelContext:
-        """``ParallelContext`` of a layer's experts; it has no tensor parallelism if experts are not sharded."""
-        return self if self.has_sharded_experts else replace(self, group=SINGLE, sequence_parallel=False)
+        """``ParallelContext`` of a layer's experts, whose tensor parallelism is that of ``expert_tensor``."""
+        if not self.has_expert_tensor_group:
+            return self
+        assert self.expert_tensor is not None
+        sequence_parallel = self.sequence_parallel and self.expert_tensor.size > 1
+        return replace(self, group=self.expert_tensor, sequence_parallel=sequence_parallel, expert_tensor=None)
+
+    @property
+    def has_expert_tensor_group(self) -> bool:
+        """True if experts are sharded over fewer tensor ranks than other layers."""
+        return self.expert_tensor is not None and self.expert_tensor.size < self.group.size
 
     def dropout(
         self, x: torch.Tensor, probability: float, *, training: bool, layer: int, site: str,
@@ -92,10 +107,28 @@ class ParallelContext:
         """Return the full sequence length of hidden states ``x`` [s, b, h] or [s/t, b, h]."""
         return x.shape[0] * (self.group.size if self.sequence_parallel else 1) * self.context.size
 
+    def for_layer(self, layer: int) -> ParallelContext:
+        """Return the ``ParallelContext`` of a layer, whose ``cp_comm_type`` is one type; later layers have the last."""
+        if isinstance(self.cp_comm_type, str):
+            return self
+        return replace(self, cp_comm_type=self.cp_comm_type[min(layer, len(self.cp_comm_type) - 1)])
+
+    @property
+    def head_group(self) -> Group:
+        """The context ranks that exchange tokens for heads: each attends with all their tokens and a share of heads."""
+        groups = {ALL_TO_ALL: self.context, HIERARCHICAL: self.context_inner}
+        return groups.get(self.cp_comm_type, SINGLE) if isinstance(self.cp_comm_type, str) else SINGLE
+
+    @property
+    def query_group(self) -> Group:
+        """The context ranks that attend with different queries: each with two chunks, and all keys."""
+        groups = {ALL_TO_ALL: SINGLE, HIERARCHICAL: self.context_outer}
+        return groups.get(self.cp_comm_type, self.context) if isinstance(self.cp_comm_type, str) else self.context
+
     @property
     def has_sharded_heads(self) -> bool:
-        """True if this rank attends with the full sequence and 1/c of the heads, not with s/c queries of all heads."""
-        return self.context.size > 1 and self.cp_comm_type == "a2a"
+        """True if this rank attends with a share of the heads of its tensor rank."""
+        return self.head_group.size > 1
 
     def positions(self, length: int, device: torch.device) -> torch.Tensor:
         """Return the full-sequence positions of the ``length`` tokens of this context rank: int64 [length]."""
@@ -103,22 +136,21 @@ class ParallelContext:
 
     def query_positions(self, length: int, device: torch.device) -> torch.Tensor:
         """Return the positions of this rank's queries in a full sequence of ``length`` tokens."""
-        num_queries = length if self.has_sharded_heads else length // self.context.size
-        return local_positions(num_queries, SINGLE if self.has_sharded_heads else self.context, device)
+        return local_positions(length // self.query_group.size, self.query_group, device)
 
     def query_and_key_segments(self, segment_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the segment ids of the queries that this rank attends with, and of all keys. Collective.
 
         Shapes:
             segment_ids [b, s/c], of this rank's tokens
-            output      [b, s/c] or [b, s], and [b, s]
+            output      [b, s/q] with q ranks in ``query_group``, and [b, s]
         """
         key_segment_ids = gather_rows(segment_ids.t(), self.context).t()
-        return key_segment_ids if self.has_sharded_heads else segment_ids, key_segment_ids
+        return self.select_local_queries(key_segment_ids), key_segment_ids
 
     def select_local_queries(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """Select the positions of this rank's queries from ``x``, which has the full sequence along ``dim``."""
-        return x if self.has_sharded_heads else split_along_context(x, self.context, dim)
+        return split_along_context(x, self.query_group, dim)
 
     def mark_sequence_parallel(self, module: Module) -> Module:
         """Return ``module``; with ``sequence_parallel``, mark its weights as applied to a shard of the sequence."""

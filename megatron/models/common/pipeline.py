@@ -359,7 +359,7 @@ class TransformerLayerPipe(TransformerLayer):
         self, args: ModelArgs, parallel: ParallelContext, layer: int, masks: Masks, has_positions: bool = False
     ) -> None:
         super().__init__(args, parallel, layer)
-        self.masks, self.has_positions = masks, has_positions
+        self.masks, self.has_positions = masks.of_layer(layer), has_positions
 
     def forward(self, inputs: StageTensors) -> StageTensors:  # type: ignore[override]
         x, *passed_through = (inputs,) if isinstance(inputs, torch.Tensor) else inputs

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.config.experts import AUX_LOSS, GLOBAL_AUX_LOSS, SIGMOID
+from megatron.config.experts import AUX_LOSS, AUX_LOSSES, GLOBAL_AUX_LOSS, SEQ_AUX_LOSS, SIGMOID
 from megatron.models.common.model_args import ModelArgs
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.parameters import named_modules
@@ -47,7 +47,8 @@ from tds.linear_function import linear
 # | load balancing | coefficient x E / W x sum over tokens and experts of f p |
 # | z | coefficient / W x sum over tokens of logsumexp(z)^2 |
 #
-# f is an expert's share of choices. --moe-router-load-balancing-type selects the tokens whose choices are counted:
+# f is an expert's share of choices. --moe-router-load-balancing-type selects the tokens whose choices are counted; with
+# several types, the losses are added, each with its coefficient:
 #
 # | type | f of a token |
 # |---|---|
@@ -71,6 +72,13 @@ from tds.linear_function import linear
 # global batch).
 
 
+NUM_LOSSES = len(AUX_LOSSES) + 1
+"""Number of auxiliary losses: load balancing by type, and the z-loss."""
+LOSS_NAMES = {AUX_LOSS: "load_balancing_loss", SEQ_AUX_LOSS: "seq_load_balancing_loss",
+              GLOBAL_AUX_LOSS: "global_load_balancing_loss"}  # fmt: skip
+"""Names of the load balancing losses in logs, as in Megatron-LM, if there are several."""
+
+
 class Router(nn.Module):
     """Top-k router: chooses k of E experts for each token.
 
@@ -87,7 +95,8 @@ class Router(nn.Module):
         dropped: choices dropped by the expert capacity since the last ``clear``, [1].
         replicas: data-parallel group, over which global_aux_loss counts choices; set by ``Routers``.
         step_counts: for global_aux_loss, choices of all replicas since the last ``clear``, [E].
-        loss_sums: load balancing loss and z-loss since the last ``clear``, each summed over tokens, fp64 [2].
+        loss_sums: losses since the last ``clear``, each summed over tokens, fp64 [4]: one for each type of load
+            balancing (``AUX_LOSSES``), and the z-loss.
     """
 
     tokens_per_expert: torch.Tensor
@@ -108,7 +117,7 @@ class Router(nn.Module):
         self.register_buffer("tokens_per_expert", torch.zeros(num_experts, dtype=torch.int64))
         self.register_buffer("counts", torch.zeros(num_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("dropped", torch.zeros(1, dtype=torch.int64), persistent=False)
-        self.loss_sums = torch.zeros(2, dtype=torch.float64)  # not a buffer: a 16-bit model would round it
+        self.loss_sums = torch.zeros(NUM_LOSSES, dtype=torch.float64)  # not a buffer: a 16-bit model would round it
         self.gradient_scale = 1.0
         self.replicas: Group = SINGLE
         self.step_counts = torch.zeros(num_experts, dtype=torch.float64)
@@ -173,31 +182,27 @@ class Router(nn.Module):
         args = self.model_args
         if not self.training:
             return weights
-        losses = []
+        losses: dict[int, torch.Tensor] = {}  # by index in ``loss_sums``
         if args.has_aux_loss:
             probabilities = logits.softmax(-1) if scores is None else scores / (scores.sum(-1, keepdim=True) + 1e-20)
-            shares = self._expert_shares(probabilities.detach())  # [E] or [b, E]
+        for balancing_type, coefficient in args.aux_losses.items():
+            shares = self._expert_shares(balancing_type, probabilities.detach())  # [E] or [b, E]
             expert_sums = probabilities.sum(0) if shares.dim() == 2 else probabilities.flatten(0, -2).sum(0)
-            losses.append(args.moe_aux_loss_coeff * args.num_experts * (expert_sums * shares).sum())
+            loss = coefficient * args.num_experts * (expert_sums * shares).sum()
+            losses[AUX_LOSSES.index(balancing_type)] = loss
         if args.moe_z_loss_coeff:
-            losses.append(args.moe_z_loss_coeff * logits.logsumexp(-1).square().sum())
+            losses[len(AUX_LOSSES)] = args.moe_z_loss_coeff * logits.logsumexp(-1).square().sum()
         if not is_running():  # recomputation processes the same tokens again
             self.counts += count_rows(experts, args.num_experts)
             if losses:
-                detached_losses = [loss.detach().double() for loss in losses]
-                loss_sums = torch.stack(
-                    detached_losses if len(detached_losses) == 2 else self._aux_loss_pair(detached_losses[0])
-                )
-                self.loss_sums = self.loss_sums.to(loss_sums.device) + loss_sums
-        return _AttachLoss.apply(weights, sum(losses), self) if losses and torch.is_grad_enabled() else weights
-
-    def _aux_loss_pair(self, loss: torch.Tensor) -> list[torch.Tensor]:
-        """Return [load balancing loss, z-loss] for a model with only one of the two losses; the other one is 0."""
-        zero = torch.zeros_like(loss)
-        return [loss, zero] if self.model_args.has_aux_loss else [zero, loss]
+                self.loss_sums = self.loss_sums.to(logits.device)  # copied in the first step only
+                for idx, loss in losses.items():
+                    self.loss_sums[idx] += loss.detach().double()
+        has_gradient = losses and torch.is_grad_enabled()
+        return _AttachLoss.apply(weights, sum(losses.values()), self) if has_gradient else weights
 
     @torch.no_grad()
-    def _expert_shares(self, probabilities: torch.Tensor) -> torch.Tensor:
+    def _expert_shares(self, balancing_type: str, probabilities: torch.Tensor) -> torch.Tensor:
         """Return f, each expert's share of choices: [E], or [b, E] for every sequence.
 
         Collective for seq_aux_loss if ranks have shards of a sequence, and for global_aux_loss.
@@ -205,10 +210,7 @@ class Router(nn.Module):
         Args:
             probabilities: p [s, b, E], or this rank's shard of it.
         """
-        balancing_type, micro_batch = (
-            self.model_args.moe_router_load_balancing_type,
-            self.parallel.streams.position.micro_batch,
-        )
+        micro_batch = self.parallel.streams.position.micro_batch
         if balancing_type == AUX_LOSS:
             return self._previous_expert_shares(probabilities)
         if is_running() and balancing_type == GLOBAL_AUX_LOSS:
@@ -445,12 +447,13 @@ class Routers:
         self._scale = 1.0
         for router in self._routers:
             router.replicas = grid.data
-        experts_by_rank = grid.host.gather_objects(
-            {name: router.model_args.num_experts for name, router in routers.items()}
+        sizes_by_rank = grid.host.gather_objects(
+            {name: (r.model_args.num_experts, tuple(r.model_args.aux_losses)) for name, r in routers.items()}
         )
-        experts = {
-            name: num_experts for names_of_rank in experts_by_rank for name, num_experts in names_of_rank.items()
-        }
+        sizes = {name: size for sizes_of_rank in sizes_by_rank for name, size in sizes_of_rank.items()}
+        experts = {name: num_experts for name, (num_experts, _) in sizes.items()}
+        types = {balancing_type for _, balancing_types in sizes.values() for balancing_type in balancing_types}
+        self._types = [balancing_type for balancing_type in AUX_LOSSES if balancing_type in types]
         names = sorted(experts, key=_natural_sort_key)
         self.layers = _layer_names(names)
         self._row_indices = [names.index(name) for name in routers]
@@ -476,7 +479,7 @@ class Routers:
         """
         num_experts = self._num_experts
         # in fp64, so that counts stay exact
-        table = torch.zeros(len(self.layers), num_experts + 3, dtype=torch.float64, device=device)
+        table = torch.zeros(len(self.layers), num_experts + 1 + NUM_LOSSES, dtype=torch.float64, device=device)
         for router in self._routers:
             router.loss_sums = router.loss_sums.to(device)  # copied in the first step only
         counters = [torch.cat([router.counts, router.dropped, router.loss_sums]) for router in self._routers]
@@ -490,10 +493,12 @@ class Routers:
         if self._grid.pipe.size > 1:  # each row is zero on all stages but one
             dist.all_reduce(table, group=self._grid.pipe.handle)
         table = table.cpu()
-        aux, z = (table[:, -2:].sum(0) * (self._scale * factor)).tolist()
-        counts = table[:, :-2].long()
+        *aux, z = (table[:, -NUM_LOSSES:].sum(0) * (self._scale * factor)).tolist()
+        counts = table[:, :-NUM_LOSSES].long()
         load = ExpertLoad(self.layers, counts[:, :num_experts], counts[:, num_experts])
-        return {"moe_aux_loss": aux, "moe_z_loss": z}, load
+        by_type = dict(zip(AUX_LOSSES, aux, strict=True))
+        several = {LOSS_NAMES[name]: by_type[name] for name in self._types} if len(self._types) > 1 else {}
+        return {"moe_aux_loss": sum(aux), "moe_z_loss": z, **several}, load
 
     def _reduce_counters(self, counters: list[torch.Tensor]) -> list[torch.Tensor]:
         if not counters:

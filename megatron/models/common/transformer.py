@@ -251,7 +251,7 @@ class TransformerLayer(nn.Module):
         has_pre_norm, has_post_norm = (norm_placement in (placement, "both") for placement in ("before", "after"))
         self.input_norm = make_norm(args, parallel) if has_pre_norm and has_mixer else None
         attention_class = LatentAttention if args.multi_latent_attention else SelfAttention
-        self.attention = attention_class(args, parallel, layer) if self.has_attention else None
+        self.attention = attention_class(args, parallel.for_layer(layer), layer) if self.has_attention else None
         self.recurrent: nn.Module | None = None
         if layer_type.recurrent_mixer:
             self.recurrent = make_recurrent_mixer(layer_type.recurrent_mixer, args, parallel, layer)

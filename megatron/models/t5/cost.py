@@ -109,9 +109,10 @@ class T5Costs(Costs):
         model, sides, units = self.model, self.sides, self._units
         embeddings = (units.enc_embedding, units.dec_embedding)
         words = embeddings if model.untie_embeddings else (*embeddings, units.head)
-        word = Shared(decoder_cost.table_parameters(model, tensor), words)
+        word = Shared(decoder_cost.table_parameters(model, tensor), words, embeddings)
         if not model.has_relative_positions:
-            return [word, Shared(model.max_position_embeddings * model.hidden_size, embeddings)]
+            positions = model.max_position_embeddings * model.hidden_size
+            return [word, Shared(positions, embeddings, embeddings)]
         bias = sides.relative_attention_num_buckets * model.num_attention_heads // tensor
         return [word, Shared(bias, tuple(units.enc_layers)), Shared(bias, tuple(units.dec_layers))]
 

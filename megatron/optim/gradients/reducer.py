@@ -45,9 +45,14 @@ class GradReducer:
 
     def __init__(self, store: ParamStore, model: Group = SINGLE, tensor: Group = SINGLE) -> None:
         self.fused_params: set[torch.nn.Parameter] = set()
-        self.model_group, self.tensor_group = model, tensor
+        self.model_group = model
+        self.tensor_group = tensor
+        self._expert_tensor_group = tensor if store.expert_tensor_group is None else store.expert_tensor_group
         self._store = store
-        self._sum_groups = [SumGroup(tensor, is_partial)]
+        self._sum_groups = [
+            SumGroup(tensor, lambda p: is_partial(p) and not is_reduced_by_optimizer(p)),
+            SumGroup(self._expert_tensor_group, lambda p: is_partial(p) and is_reduced_by_optimizer(p)),
+        ]
         if not self.reduces_experts_in_backward:
             self._sum_groups.append(SumGroup(store.expert_group, is_reduced_by_optimizer))
         self._are_groups_summed = False
@@ -143,14 +148,22 @@ class GradReducer:
 
     @cached_property
     def _counted_params(self) -> list[torch.nn.Parameter]:
-        rank = self.tensor_group.rank
-        return [p for p in self._store.main_params if is_counted_in_norm(p, rank) and self._is_counted(p)]
+        return [p for p in self._store.main_params if self.is_first_in_tensor_group(p) and self._is_counted(p)]
+
+    def tensor_group_of(self, parameter: torch.nn.Parameter) -> Group:
+        """Return the tensor ranks over which ``parameter``, or the layer that contains it, is sharded."""
+        return self._expert_tensor_group if is_reduced_by_optimizer(parameter) else self.tensor_group
+
+    def is_first_in_tensor_group(self, parameter: torch.nn.Parameter) -> bool:
+        """Return True if this rank holds a shard of ``parameter``, or the first of equal copies of tensor ranks."""
+        return is_counted_in_norm(parameter, self.tensor_group_of(parameter).rank)
 
     def _is_counted(self, parameter: torch.nn.Parameter) -> bool:
         """Return True if this replica contributes the gradient to the norm."""
         if self.has_grad_shard(parameter):
             return True
-        return self.norm_group.size == 1 or self._store.group_of(parameter).rank == 0
+        is_counted_once = self.norm_group.size == 1 and not is_reduced_by_optimizer(parameter)
+        return is_counted_once or self._store.group_of(parameter).rank == 0
 
     @cached_property
     def _has_experts(self) -> bool:

@@ -87,7 +87,7 @@ class ExpertMonitor(Callback):
         if model.moe_router_enable_expert_bias:
             advice = f"Raise --moe-router-bias-update-rate ({model.moe_router_bias_update_rate:g})"
         elif model.has_aux_loss:
-            advice = f"Raise --moe-aux-loss-coeff ({model.moe_aux_loss_coeff:g})"
+            advice = f"Raise --moe-aux-loss-coeff ({model.moe_aux_loss_coeff})"
         else:
             advice = "Add --moe-aux-loss-coeff 0.01"
         return f"{advice}, or lower --lr; docs/monitoring.md#experts"

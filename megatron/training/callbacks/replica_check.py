@@ -109,9 +109,14 @@ def find_copies(module: torch.nn.Module, grid: Grid, storage_of: StorageOf = ide
         replicated = [name for name in names if storage_of(named_params[name]) is named_params[name]]
         if group.size > 1 and replicated:
             groups.append(ReplicaGroup(group.handle, replicated))
-    replicated = [name for name, parameter in named_params.items() if not shard_of(parameter).is_partitioned]
-    if grid.tensor.size > 1 and replicated:
-        groups.append(ReplicaGroup(grid.tensor.handle, replicated))
+    for group, is_apart in ((grid.tensor, False), (grid.expert_tensor, True)):
+        replicated = [
+            name
+            for name, parameter in named_params.items()
+            if not shard_of(parameter).is_partitioned and is_reduced_by_optimizer(parameter) == is_apart
+        ]
+        if group.size > 1 and replicated:
+            groups.append(ReplicaGroup(group.handle, replicated))
     return [*groups, *_tied_groups(module, named_params)]
 
 

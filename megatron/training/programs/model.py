@@ -26,8 +26,10 @@ def build_model(get_batch_pipe: Callable[[Any], tuple[tuple[Any, ...], tuple[Any
         get_streams(),
         parallel.sequence_parallel,
         context=grid.context,
-        cp_comm_type=parallel.cp_comm_type,
+        cp_comm_type=parallel.cp_comm_by_layer,
+        context_inner=grid.context_inner,
+        context_outer=grid.context_outer,
         expert=grid.expert,
-        has_sharded_experts=parallel.shards_experts,
+        expert_tensor=grid.expert_tensor,
     )
     return registry.build_model(config, parallel_context, grid.topology, get_batch_pipe)

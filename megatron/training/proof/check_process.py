@@ -249,6 +249,7 @@ def _describe(shrunk: Shrunk) -> str:
         "data": parallel.data_parallel_size(shrunk.world_size),
         "context": parallel.context_parallel_size,
         "expert": parallel.expert_model_parallel_size,
+        "experts' tensor": parallel.expert_shards if parallel.has_fewer_expert_shards else 0,
     }
     layout = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
     return f"{layout}, {shrunk.config.total_layers} layers of width {shrunk.config.model.hidden_size}"
@@ -373,7 +374,8 @@ def _trace(job: CheckJob, shrunk: Shrunk, rank: int, listener: socket.socket) ->
         cpu,
         timeout,
         parallel.context_parallel_size,
-        parallel.expert_model_parallel_size,
+        *config.expert_sizes,
+        parallel.context_inner,
     )
     world = World("cpu", cpu, grid, rank, parallel.loss_stage)
     device.seed(config.run.seed)

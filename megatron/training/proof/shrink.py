@@ -97,6 +97,10 @@ def shrink(config: Config, world_size: int, device_type: str, *, keeps_data: boo
         model = replace(model, vocab_size=config.model.vocab_size)
     if layout is not None:
         parallel = replace(parallel, pipeline_layout=layout, pipeline_chunks=1)
+    if not isinstance(parallel.cp_comm_by_layer, str):
+        types = list(dict.fromkeys(parallel.cp_comm_by_layer))
+        types = [types[layer % len(types)] for layer in range(model.num_layers)]
+        parallel = replace(parallel, cp_comm_type=" ".join(types))
     optimizer = config.optimizer
     small = Config(
         family=config.family,
@@ -115,6 +119,7 @@ def shrink(config: Config, world_size: int, device_type: str, *, keeps_data: boo
             lr=1e-3,
             lr_decay_style="constant",
             weight_decay=0.1,
+            apply_wd_to_qk_layernorm=optimizer.apply_wd_to_qk_layernorm,
             sgd_momentum=optimizer.sgd_momentum,
             muon_momentum=optimizer.muon_momentum,
             muon_nesterov=optimizer.muon_nesterov,
@@ -169,24 +174,32 @@ def _shrink_parallel(config: Config, world_size: int, device_type: str, notes: l
     def num_ranks() -> int:
         return sizes["data"] * sizes["tensor"] * sizes["context"] * sizes["pipe"]
 
+    def expert_shards() -> int:
+        """Return the number of tensor ranks that shard an expert: fewer than all if that is so in the run."""
+        is_lower = sizes["tensor"] < original_sizes["tensor"] and parallel.has_fewer_expert_shards
+        return 1 if is_lower else parallel.expert_shards if parallel.has_fewer_expert_shards else sizes["tensor"]
+
     def lower_data() -> None:
-        """Set the smallest number of replicas (2 if possible) for which data x context is divisible by ``expert``."""
+        """Set the smallest number of replicas (2 if possible) over which ``expert`` expert ranks can be distributed."""
         for count in range(min(original_sizes["data"], 2), original_sizes["data"] + 1):
-            if count * sizes["context"] % sizes["expert"] == 0:
+            if count * sizes["context"] * (sizes["tensor"] // expert_shards()) % sizes["expert"] == 0:
                 sizes["data"] = count
                 return
 
     lower_data()
     for axis in ("expert", "tensor", "context", "pipe"):
         is_fixed = axis == "pipe" and (parallel.pipeline_layout or parallel.pipeline_schedule_file)
-        if num_ranks() > MAX_RANKS and sizes[axis] > 2 and not is_fixed:
-            sizes[axis] = 2
+        smallest = 4 if axis == "context" and parallel.context_inner > 1 else 2
+        if num_ranks() > MAX_RANKS and sizes[axis] > smallest and not is_fixed:
+            sizes[axis] = smallest
             lower_data()
     if num_ranks() > MAX_RANKS:
         raise ShrinkError(f"the smallest layout with these axes needs {num_ranks()} processes, more than {MAX_RANKS}")
     for axis in ("tensor", "context", "pipe", "expert"):
         if sizes[axis] != original_sizes[axis]:
             notes.append(f"{axis} {original_sizes[axis]} checked as {sizes[axis]}")
+    if parallel.has_fewer_expert_shards and expert_shards() != parallel.expert_shards:
+        notes.append(f"experts' tensor {parallel.expert_shards} checked as {expert_shards()}")
     schedule = parallel.pipeline_schedule
     if schedule == AUTO:
         notes.append("--pipeline-schedule auto checked with the default schedule")
@@ -197,8 +210,11 @@ def _shrink_parallel(config: Config, world_size: int, device_type: str, notes: l
         model_parallel_size=sizes["tensor"],
         pipe_parallel_size=sizes["pipe"] if parallel.has_pipeline else 0,
         context_parallel_size=sizes["context"],
+        hierarchical_context_parallel_sizes=(
+            parallel.hierarchical_context_parallel_sizes if sizes["context"] == original_sizes["context"] else "2 2"
+        ),
         expert_model_parallel_size=sizes["expert"],
-        expert_tensor_parallel_size=min(parallel.expert_tensor_parallel_size, sizes["tensor"]),
+        expert_tensor_parallel_size=expert_shards() if parallel.expert_tensor_parallel_size else 0,
         pipeline_schedule=schedule,
         pipeline_auto_schedules=None,
         pipeline_chunks=1 if parallel.pipeline_layout or has_file else parallel.chunks,
@@ -231,7 +247,7 @@ def _shrink_model(config: Config, parallel: ParallelConfig, seq_length: int) -> 
     is_decoder = config.family_config.KIND == "decoder"
 
     # Two heads per rank, with or without sharing of key-value heads, of at least 8 elements that can be rotated.
-    unit = tensor * (parallel.context_parallel_size if parallel.cp_comm_type == "a2a" else 1)
+    unit = tensor * max(map(parallel.head_ranks_of, parallel.cp_comm_type.split()))
     groups = model.num_query_groups
     small_groups = 2 * unit if groups >= 2 * unit and groups % (2 * unit) == 0 else min(groups, unit)
     heads = small_groups * min(model.num_attention_heads // max(groups, 1), 2)

@@ -123,13 +123,15 @@ def cases() -> dict[str, Case]:
     }
 
 
-def run_case(case: Case, grid: Grid, comm: str) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def run_case(case: Case, grid: Grid, comm: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Return (sum, count) of the loss over the context ranks, and the gradients that they make up. Collective."""
     is_sequence_parallel, streams = (
         grid.tensor.size > 1,
         PhiloxDropout(BATCH, 5, tensor=grid.tensor, context=grid.context),
     )
-    parallel = ParallelContext(grid.tensor, streams, is_sequence_parallel, grid.context, comm)
+    parallel = ParallelContext(
+        grid.tensor, streams, is_sequence_parallel, grid.context, comm, grid.context_inner, grid.context_outer
+    )
     model = fill_weights(case.model_class(case.args, parallel).double())
     loss = model(**split_batch(case.fields, grid.context))
     total, count = loss["loss"] if isinstance(loss, dict) else loss
@@ -144,14 +146,15 @@ def run_case(case: Case, grid: Grid, comm: str) -> tuple[torch.Tensor, torch.Ten
     return totals[0], totals[1], get_sharded_grads(model)
 
 
-def run_cases(rank: int, tensor: int, context: int, comm: str, names: list[str]) -> dict[str, Any]:
+def run_cases(rank: int, tensor: int, context: int, comm: Any, names: list[str]) -> dict[str, Any]:
     document_attention.TILE = 3  # several blocks in a chunk
-    grid = build_grid(Topology(pipe=1, data=1, tensor=tensor, context=context), rank)
+    inner = 2 if "a2a+p2p" in comm else 1
+    grid = build_grid(Topology(pipe=1, data=1, tensor=tensor, context=context, context_inner=inner), rank)
     all_cases = cases()
     return {name: run_case(all_cases[name], grid, comm) for name in names}
 
 
-def check_matches_one_process(tensor: int, context: int, comm: str, names: list[str]) -> None:
+def check_matches_one_process(tensor: int, context: int, comm: Any, names: list[str]) -> None:
     """Compare the cases of these ``names`` with one process."""
     ranks, all_cases = run_ranks(tensor * context, run_cases, tensor, context, comm, names), cases()
     for name in names:
@@ -182,6 +185,25 @@ def test_all_to_all_matches_one_process() -> None:
     check_matches_one_process(1, 2, "a2a", names)
 
 
+def test_hierarchical_form_and_types_by_layer_match_one_process() -> None:
+    """All-to-all within two pairs of ranks, and keys and values of two such pairs; then the same in one layer only."""
+    names = ["gpt2 with documents", "llama", "mpt, documents by starts", "sinks, documents by starts", "latents"]
+    check_matches_one_process(1, 4, "a2a+p2p", names)
+    check_matches_one_process(1, 4, ("a2a+p2p", "all_gather"), names[:3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tensor", "context"), [(1, 4), (2, 4)])
+def test_every_family_matches_one_process_with_hierarchical_form(tensor: int, context: int) -> None:
+    check_matches_one_process(tensor, context, "a2a+p2p", list(cases()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("comm", [("a2a", "all_gather"), ("all_gather", "a2a+p2p"), ("a2a", "a2a+p2p", "p2p")])
+def test_every_decoder_matches_one_process_with_types_by_layer(comm: tuple[str, ...]) -> None:
+    check_matches_one_process(1, 4, comm, [name for name in cases() if not name.startswith("bert")])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("comm", ["all_gather", "p2p", "a2a"])
 @pytest.mark.parametrize(("tensor", "context"), [(1, 2), (1, 4), (2, 2)])
@@ -190,10 +212,20 @@ def test_every_family_matches_one_process_with_more_ranks(tensor: int, context: 
     check_matches_one_process(tensor, context, comm, list(cases()))
 
 
+def make_parallel_context(rank: int, context: int, comm: str) -> ParallelContext:
+    inner = 2 if comm == "a2a+p2p" else 1
+    grid = build_grid(Topology(pipe=1, data=1, tensor=1, context=context, context_inner=inner), rank)
+    return ParallelContext(
+        context=grid.context,
+        cp_comm_type=comm,
+        context_inner=grid.context_inner,
+        context_outer=grid.context_outer,
+    )
+
+
 def saved_bytes(rank: int, context: int, comm: str, length: int) -> int:
     """Return the bytes that the graph of a layer keeps, its weights aside."""
-    grid = build_grid(Topology(pipe=1, data=1, tensor=1, context=context), rank)
-    parallel = ParallelContext(context=grid.context, cp_comm_type=comm)
+    parallel = make_parallel_context(rank, context, comm)
     model = fill_weights(DecoderModel(llama_model_args(**GROUPED_ARGS, max_position_embeddings=length), parallel))
     x = torch.randn(length // context, BATCH, 16, requires_grad=True)
     mask = model.masks.get_mask(x, None)
@@ -208,30 +240,42 @@ def test_saved_bytes_scale_inversely_with_context_ranks(comm: str) -> None:
     """Keys and values of other ranks are gathered anew for the backward, and nobody has a mask."""
     bytes_on_two, bytes_on_four = (run_ranks(size, saved_bytes, size, comm, LONG_LENGTH) for size in (2, 4))
     assert {4 * num_bytes for num_bytes in bytes_on_four} == {2 * num_bytes for num_bytes in bytes_on_two}
-    cost_kwargs: Any = {"mask_bytes": 0, "context": 2, "cuts_heads": comm == "a2a"}
+    cost_kwargs: Any = {"mask_bytes": 0, "context": 2, "head_ranks": (2 if comm == "a2a" else 1,)}
     estimated = (
         DecoderCosts(llama_model_args(**GROUPED_ARGS), LONG_LENGTH, **cost_kwargs).unit_saved_bytes(BATCH, 1, 4)[1].full
     )
     assert abs(estimated - bytes_on_two[0]) <= 0.1 * bytes_on_two[0], (estimated, bytes_on_two)
 
 
-def sent_bytes(rank: int, comm: str) -> float:
-    """Return the bytes that a rank sends over the context group in a forward and a backward of one layer."""
-    grid = build_grid(Topology(pipe=1, data=1, tensor=1, context=2), rank)
-    parallel = ParallelContext(context=grid.context, cp_comm_type=comm)
+def sent_bytes(rank: int, comm: str, context: int) -> float:
+    """Return the bytes that a rank sends over groups of 2 context ranks in a forward and a backward of one layer."""
+    parallel = make_parallel_context(rank, context, comm)
     model = fill_weights(DecoderModel(llama_model_args(**GROUPED_ARGS, max_position_embeddings=LONG_LENGTH), parallel))
-    x = torch.randn(LONG_LENGTH // 2, BATCH, 16, requires_grad=True)
+    x = torch.randn(LONG_LENGTH // context, BATCH, 16, requires_grad=True)
     with count_sent_bytes(2) as sent:
         model.layers[0](x, model.masks.get_mask(x, None), None, None, None).sum().backward()
     return sum(sent)
 
 
-@pytest.mark.parametrize("comm", ["all_gather", "a2a"])
+@pytest.mark.slow
+def test_saved_bytes_of_hierarchical_form_match_costs() -> None:
+    costs = DecoderCosts(
+        llama_model_args(**GROUPED_ARGS), LONG_LENGTH, mask_bytes=0, context=4, head_ranks=(2,)
+    )  # fmt: skip
+    estimated = costs.unit_saved_bytes(BATCH, 1, 4)[1].full
+    for num_bytes in run_ranks(4, saved_bytes, 4, "a2a+p2p", LONG_LENGTH):
+        assert abs(estimated - num_bytes) <= 0.1 * num_bytes, (estimated, num_bytes)
+
+
+@pytest.mark.parametrize("comm", ["all_gather", "a2a", pytest.param("a2a+p2p", marks=pytest.mark.slow)])
 def test_layer_traffic_matches_planner(comm: str) -> None:
-    has_sharded_heads, machine = comm == "a2a", gpu_machine("h100-80g")
-    costs = DecoderCosts(llama_model_args(**GROUPED_ARGS), LONG_LENGTH, context=2, cuts_heads=has_sharded_heads)
-    layout = Layout(context=2, cuts_heads=has_sharded_heads, micro_batch_size=BATCH, dtype="fp32")
-    assert run_ranks(2, sent_bytes, comm) == [CommunicationModel(costs, machine).context_traffic(layout).bytes] * 2
+    machine, head_ranks, context = gpu_machine("h100-80g"), (1 if comm == "all_gather" else 2,), 2
+    if comm == "a2a+p2p":
+        context = 4
+    costs = DecoderCosts(llama_model_args(**GROUPED_ARGS), LONG_LENGTH, context=context, head_ranks=head_ranks)
+    layout = Layout(context=context, micro_batch_size=BATCH, dtype="fp32")
+    expected = CommunicationModel(costs, machine).context_traffic(layout).bytes
+    assert run_ranks(context, sent_bytes, comm, context) == [expected] * context
 
 
 def test_parallel_context_has_former_names() -> None:

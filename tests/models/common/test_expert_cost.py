@@ -126,25 +126,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameter_count_matches_built_model_on_every_rank(name: str) -> None:
     model_config = ModelConfig(**{**MODEL_FIELDS, **VARIANTS[name]})
-    for tensor, num_ranks, has_sharded_experts in (
-        (1, 1, True),
-        (2, 1, True),
-        (1, 4, True),
-        (2, 2, True),
-        (2, 2, False),
+    for tensor, num_ranks, expert_tensor in (
+        (1, 1, 1),
+        (2, 1, 2),
+        (1, 4, 1),
+        (2, 2, 2),
+        (2, 2, 1),
+        (2, 1, 1),
+        (4, 2, 2),
     ):
         parallel = ParallelContext(
             Group(tuple(range(tensor)), 0),
             expert=Group(tuple(range(num_ranks)), 0),
-            has_sharded_experts=has_sharded_experts,
-            sequence_parallel=not has_sharded_experts,
+            expert_tensor=Group(tuple(range(expert_tensor)), 0),
+            sequence_parallel=expert_tensor < tensor,
         )
         model = DecoderModel(model_args_from(model_config), parallel)
-        costs = DecoderCosts(model_config, 16, expert=num_ranks, cuts_experts=has_sharded_experts)
+        costs = DecoderCosts(model_config, 16, expert=num_ranks, expert_tensor=expert_tensor)
         assert costs.stage_parameters([0, 5], tensor) == [sum(parameter.numel() for parameter in model.parameters())]
         num_expert_parameters = sum(
             parameter.numel() for key, parameter in model.named_parameters() if ".experts." in key
-        ) * (num_ranks > 1)
+        ) * (num_ranks > 1 or expert_tensor < tensor)
         assert costs.stage_distributed_parameters([0, 5], tensor) == [num_expert_parameters]
         assert costs.num_parameters == DecoderCosts(model_config, 16).num_parameters
 
@@ -292,23 +294,43 @@ def test_uneven_load_traffic_counts_remote_rows_both_ways(traffic_by_rank: list[
     assert exchanged_bytes([[4] * 8] * 2, 1, 32, 4) == sum(traffic_by_rank[1]["even"])
 
 
-def count_rank_parameters(rank: int, flags: str) -> list[int]:
-    config = parse(flags.split(), world_size=2, family="llama").with_vocab(24)
+def count_rank_parameters(rank: int, flags: str, world_size: int) -> list[int]:
+    config = parse(flags.split(), world_size=world_size, family="llama").with_vocab(24)
     world = initialize.start(config)
-    module = DecoderModel(model_args_from(config.model), ParallelContext(expert=world.grid.expert))
-    return count_parameters(module, world)
+    grid = world.grid
+    parallel = ParallelContext(
+        grid.tensor,
+        expert=grid.expert,
+        expert_tensor=grid.expert_tensor,
+        sequence_parallel=config.parallel.sequence_parallel,
+    )
+    return count_parameters(DecoderModel(model_args_from(config.model), parallel), world)
 
 
-def test_startup_table_counts_experts_of_all_ranks() -> None:
+SHARDED = "--model-parallel-size 2 --sequence-parallel --make-vocab-size-divisible-by 1"
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [
+        ("--expert-model-parallel-size 2", 2),
+        (f"{SHARDED} --expert-tensor-parallel-size 1 --expert-model-parallel-size 2 --hidden-bias", 2),
+        pytest.param(
+            f"{SHARDED.replace('2', '4')} --expert-tensor-parallel-size 2 --hidden-bias", 4, marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_startup_table_counts_experts_of_all_ranks(layout: str, world_size: int) -> None:
     """Else the run would not know its model, and count FLOPs of as many parameters as a rank has."""
     flags = (
         "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --num-experts 8 --data-path none "
-        "--moe-ffn-hidden-size 16 --device cpu --expert-model-parallel-size 2"
+        f"--moe-ffn-hidden-size 16 --device cpu {layout}"
     )
-    costs = costs_of(parse(flags.split(), world_size=2, family="llama").with_vocab(24))
-    for total, num_local in run_ranks(2, count_rank_parameters, flags):
-        assert total == costs.num_parameters and [num_local] == costs.stage_parameters([0, 5])
-        assert num_local < total
+    config = parse(flags.split(), world_size=world_size, family="llama").with_vocab(24)
+    costs, tensor = costs_of(config), config.parallel.model_parallel_size
+    for total, num_local in run_ranks(world_size, count_rank_parameters, flags, world_size):
+        assert total == costs.num_parameters and num_local < total
+        assert tensor > 1 or [num_local] == costs.stage_parameters([0, 5])
 
 
 # States of experts that ranks share out are cut over those with the same alone.
@@ -328,7 +350,7 @@ def test_expert_states_are_sharded_over_replicas(dtype: str, full_bytes: int, sh
         + sharded_bytes * num_expert_parameters // 2
     )
     sharded_over_experts = State.for_optimizer(dtype, "adamw").memory(
-        num_parameters, 0, 0, Zero(1, 4), num_distributed=num_expert_parameters, ranks=4
+        num_parameters, 0, 0, Zero(1, 4), num_distributed=num_expert_parameters, copies=1
     )
     assert (
         sharded_over_experts.optimizer
@@ -336,6 +358,17 @@ def test_expert_states_are_sharded_over_replicas(dtype: str, full_bytes: int, sh
     ), "nobody else has these experts"
     (plain,) = costs.memory_per_stage([0, 5], micro_batch_size=1, dtype=dtype, zero=Zero(0, 8))
     assert plain.optimizer == sharded_bytes * num_parameters
+
+
+def test_expert_copies_of_a_tensor_group_share_states() -> None:
+    """With 4 tensor ranks, 2 of which shard an expert, 8 replicas have 16 copies; over 4 expert ranks 4."""
+    costs = DecoderCosts(ModelConfig(**MODEL_FIELDS), 16, expert_tensor=2)
+    assert [costs.with_expert_ranks(ranks).expert_copies(8, 4) for ranks in (1, 4, 16)] == [16, 4, 1]
+    (memory,) = costs.memory_per_stage([0, 5], micro_batch_size=1, dtype="bf16", tensor=4, zero=Zero(1, 8))
+    (num_parameters,) = costs.stage_parameters([0, 5], 4)
+    (num_experts,) = costs.stage_distributed_parameters([0, 5], 4)
+    assert num_experts == 2 * 8 * 2 * 32 * 16 // 2
+    assert memory.optimizer == -(-12 * (num_parameters - num_experts) // 8) + 12 * num_experts // 16
 
 
 def test_backward_memory_counts_all_weight_grads() -> None:

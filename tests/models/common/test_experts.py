@@ -187,6 +187,41 @@ def test_layer_matches_loop_over_tokens(variant: str) -> None:
     assert [*moe.router.counts.tolist(), *moe.router.dropped.tolist()] == choices
 
 
+def losses_and_gradient(types: str, coefficients: float | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the router's auxiliary losses, and the gradient that they give its weight."""
+    moe = make_layer(moe_router_load_balancing_type=types, moe_aux_loss_coeff=coefficients, moe_z_loss_coeff=0.05)
+    weights, _ = moe.router(make_hidden())
+    (weights * 0).sum().backward()
+    assert moe.router.weight.grad is not None
+    return moe.router.loss_sums, moe.router.weight.grad
+
+
+def test_several_load_balancing_losses_are_added_with_their_weights() -> None:
+    settings = {"seq_aux_loss": 0.3, "aux_loss": 0.2, "global_aux_loss": 0.07}
+    losses, gradient = losses_and_gradient(" ".join(settings), " ".join(map(str, settings.values())))
+    single = [losses_and_gradient(name, weight) for name, weight in settings.items()]
+    z_loss, z_gradient = losses_and_gradient("none", 0.0)
+    assert [int(loss.count_nonzero()) for loss, _ in single] == [2, 2, 2] and losses.count_nonzero() == 4
+    torch.testing.assert_close(losses, sum(loss for loss, _ in single) - 2 * z_loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(gradient, sum(grad for _, grad in single) - 2 * z_gradient, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1", "must have one weight for each type"),
+        ("aux_loss --moe-aux-loss-coeff 0.1 0.2", "must have one weight for each type"),
+        ("aux_loss sinkhorn --moe-aux-loss-coeff 0.1 0.2", "must be different ones of aux_loss"),
+        ("aux_loss aux_loss --moe-aux-loss-coeff 0.1 0.2", "must be different ones of aux_loss"),
+        ("aux_loss seq --moe-aux-loss-coeff 0.1 0.2", "--moe-router-load-balancing-type must be one of .* got 'seq'"),
+        ("aux_loss seq_aux_loss --moe-aux-loss-coeff 0.1 -1", "--moe-aux-loss-coeff must be a finite number"),
+    ],
+)
+def test_contradicting_load_balancing_losses_are_rejected(flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(f"--num-experts 4 --moe-router-load-balancing-type {flags}".split(), world_size=1)
+
+
 def test_ties_route_to_lowest_experts_and_others_get_zero_grads() -> None:
     moe, x = make_layer(), make_hidden().requires_grad_()
     moe.router.weight.data.zero_()
@@ -430,11 +465,29 @@ def test_rejects_invalid_moe_layouts_together() -> None:
         parse(flags, world_size=4)
     for message in (
         "--expert-model-parallel-size must divide --num-experts, got 4 and 6. Use one of [1, 2, 3, 6]",
-        "--expert-model-parallel-size must divide the data x context ranks, got 4 and 2. Use one of [1, 2]",
         "--expert-tensor-parallel-size 1 with --model-parallel-size 2 needs --sequence-parallel",
         "--moe-ffn-hidden-size must be a multiple of --model-parallel-size, got 9 and 2",
     ):  # fmt: skip
         assert message in str(excinfo.value)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("--expert-model-parallel-size 4", "must divide the data x context ranks, got 4 and 2. Use one of [1, 2]"),
+        (
+            "--sequence-parallel --expert-tensor-parallel-size 2 --expert-model-parallel-size 8",
+            "must divide the data x context x tensor / expert tensor ranks (2 x 4 / 2), got 8 and 4",
+        ),
+        ("--sequence-parallel --expert-tensor-parallel-size 3", "must divide --model-parallel-size, got 3 and 4"),
+        ("--expert-tensor-parallel-size 2", "with --model-parallel-size 4 needs --sequence-parallel"),
+    ],
+)
+def test_expert_groups_must_fit_the_ranks(layout: str, message: str) -> None:
+    flags = f"--num-experts 8 --model-parallel-size 4 --num-attention-heads 4 {layout} --data-path none"
+    with pytest.raises(ConfigError) as excinfo:
+        parse(flags.split(), world_size=8)
+    assert message in str(excinfo.value)
 
 
 def test_foreign_moe_flags_are_rejected_only_with_experts() -> None:

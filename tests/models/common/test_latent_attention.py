@@ -64,9 +64,9 @@ def run_layer(rank: int, context: int, comm: str, num_bytes: str, has_gate: bool
 
 @pytest.mark.parametrize("comm", ["all_gather", "a2a"])
 def test_layer_traffic_matches_planner(comm: str) -> None:
-    cuts_heads = comm == "a2a"
-    costs = DecoderCosts(latent_model_args(), LONG_LENGTH, context=2, cuts_heads=cuts_heads)
-    layout = Layout(context=2, cuts_heads=cuts_heads, micro_batch_size=BATCH, dtype="fp32")
+    head_ranks = (2 if comm == "a2a" else 1,)
+    costs = DecoderCosts(latent_model_args(), LONG_LENGTH, context=2, head_ranks=head_ranks)
+    layout = Layout(context=2, micro_batch_size=BATCH, dtype="fp32")
     expected = CommunicationModel(costs, gpu_machine("h100-80g")).context_traffic(layout).bytes
     assert run_ranks(2, run_layer, 2, comm, "sent") == [expected] * 2
 
@@ -83,7 +83,9 @@ def test_context_ranks_exchange_latents() -> None:
 )
 def test_saved_bytes_match_planner(context: int, comm: str, has_gate: bool) -> None:
     args = latent_model_args(attention_output_gate=has_gate)
-    costs = DecoderCosts(args, LONG_LENGTH, mask_bytes=0, context=context, cuts_heads=context > 1 and comm == "a2a")
+    costs = DecoderCosts(
+        args, LONG_LENGTH, mask_bytes=0, context=context, head_ranks=(context if comm == "a2a" else 1,)
+    )
     (saved, *_) = run_ranks(context, run_layer, context, comm, "saved", has_gate)
     estimated = costs.unit_saved_bytes(BATCH, 1, 4)[1].full
     assert abs(estimated - saved) <= 0.1 * saved, (estimated, saved)
