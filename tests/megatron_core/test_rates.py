@@ -102,8 +102,9 @@ def comparable_positions(flags: dict[str, Any]) -> int:
     if flags["lr_decay_style"] != "inverse-square-root":
         return len(flags["positions"])
     unit, name = (1, "iters") if "train_iters" in flags else (flags["global_batch_size"], "samples")
-    has_warmup = flags.get(f"lr_warmup_{name}", 0) > 0 or flags.get("lr_warmup_fraction", 0) > 0
     decay = flags.get(f"lr_decay_{name}", flags[f"train_{name}"])
+    # a warm-up of less than one update or sample is none here, and one of less than one sample is none in Megatron
+    has_warmup = max(flags.get(f"lr_warmup_{name}", 0), flags.get("lr_warmup_fraction", 0) * decay) >= 1
     return sum(position * unit <= decay for position in flags["positions"]) if has_warmup or name == "samples" else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -466,11 +467,11 @@ def losses_of_repeated_steps_are_retained(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.training.sample_history:share_of",
+    "megatron.training.sample_history:reader_of",
     "tests/training/test_sample_history.py::test_reader_equals_data_loader[dp2-True]",
 )
 def audit_ignores_interleaved_replicas(original: Any) -> Any:
-    return lambda count, replicas, replica, is_interleaved=False: original(count, replicas, replica)
+    return lambda stretch, step, sample: original(replace(stretch, is_interleaved=False), step, sample)
 
 
 @mutant(

@@ -402,7 +402,7 @@ def all_load_balancing_losses_have_the_first_weight(original: Any) -> Any:
     return property(lambda self: original.fget(self)[:1] * len(self.balancing_types))
 
 
-@mutant("megatron.models.common.router:Router.clear", f"{BALANCING}[global]")
+@mutant("megatron.models.common.router:Router.clear", f"{EXPERTS}::test_global_loss_ignores_tokens_of_earlier_steps")
 def choices_of_the_previous_step_stay_in_global_aux_loss(original: Any) -> Any:
     def clear(self: Any) -> None:
         step_counts = self.step_counts.clone()

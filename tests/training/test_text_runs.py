@@ -131,6 +131,8 @@ def test_run_from_text_resumes_from_text_and_from_its_token_files(
     assert train(text, folder, f"{WINDOW_FLAGS} --exit-interval 1", num_ranks=2) == 75
     (cached,) = (tmp_path / "text" / "encoded-text").glob("texts-*")
     assert train(text, folder, f"{WINDOW_FLAGS} --exit-interval 3 --load {folder}", num_ranks=2) == 75
+    # a run without a window ends the encoding, which the runs above may have stopped
+    assert train(text, tmp_path / "text" / "whole", "--train-iters 1 --split 100,0,0 --eval-iters 0") == 0
     assert train(cached / "tokens", folder, f"{WINDOW_FLAGS} --load {folder}", num_ranks=2) == 0
     assert losses_of(folder) == losses_of(tmp_path / "files" / "run")
 

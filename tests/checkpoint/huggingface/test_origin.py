@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,11 @@ def checkpoint(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Checkp
     return import_and_open(source, tmp_path_factory.mktemp("runs") / "run")
 
 
+def published_name(name: str) -> str:
+    """Convert a name that transformers saves: dense layers of Kimi Linear have the experts' name there."""
+    return re.sub(r"\.block_sparse_moe\.(gate|up|down)_proj\.", r".mlp.\1_proj.", name)
+
+
 @pytest.mark.parametrize(
     "model_type", [pytest.param(name, marks=() if name in QUICK_TYPES else pytest.mark.slow) for name in MODEL_TYPES]
 )
@@ -56,7 +62,8 @@ def test_untrained_round_trip_preserves_every_byte(model_type: str, tmp_path: Pa
     source = write_instruct_folder(tmp_path / "source", model_type)
     export(import_and_open(source, tmp_path / "run"), tmp_path / "back")
     assert read_files(tmp_path / "back") == read_files(source)
-    source_tensors, exported_tensors = read_tensors(source), read_tensors(tmp_path / "back")
+    exported_tensors = read_tensors(tmp_path / "back")
+    source_tensors = {published_name(name): tensor for name, tensor in read_tensors(source).items()}
     assert all(exported_tensors[name].equal(tensor) for name, tensor in source_tensors.items())
     assert read_source(tmp_path / "back", family_by_type()[model_type]) is not None
 

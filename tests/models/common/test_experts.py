@@ -206,6 +206,17 @@ def test_several_load_balancing_losses_are_added_with_their_weights() -> None:
     torch.testing.assert_close(gradient, sum(grad for _, grad in single) - 2 * z_gradient, rtol=1e-11, atol=1e-13)
 
 
+def test_global_loss_ignores_tokens_of_earlier_steps() -> None:
+    later_hidden = make_hidden().flip(0) + 1
+    moe, fresh = (make_layer(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=0.1) for _ in "ab")
+    moe.router(make_hidden())
+    moe.router.clear()
+    moe.router(later_hidden)
+    fresh.router(later_hidden)
+    assert moe.router.loss_sums.count_nonzero() == 1
+    torch.testing.assert_close(moe.router.loss_sums, fresh.router.loss_sums, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
