@@ -10,7 +10,7 @@ from megatron.planner.estimate import Estimate
 
 def priced_step_s(estimate: Estimate) -> float:
     """Return the step time by which layouts are compared; splitting backward passes must gain at least 1 %."""
-    return estimate.step_s * (1.01 if estimate.layout.schedule == "zb-h1" else 1.0)
+    return estimate.step_s * (1.01 if estimate.layout.schedule in ("zb-h1", "zb-v", "dualpipev") else 1.0)
 
 
 def preference_key(estimate: Estimate) -> tuple[int, int]:

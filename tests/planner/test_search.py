@@ -125,7 +125,7 @@ def test_query_groups_limit_tensor_size() -> None:
 def test_search_scales_to_100k_devices(world_size: int) -> None:
     planner = Planner(make_config(96, 16384, 128), H100)
     result = search(planner, SearchSpec(world_size=world_size, global_batch_size=world_size))
-    assert result.num_candidates < 20_000 and result.num_estimates < 1_500
+    assert result.num_candidates < 20_000 and result.num_estimates < 3_000
     assert result.best[0].layout.world_size == world_size and 0.3 < result.best[0].mfu < 0.65
 
 
