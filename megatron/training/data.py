@@ -128,7 +128,8 @@ def num_samples_of_splits(config: Config, world: World) -> list[int]:
 
 def num_validations_of_run(config: Config) -> int:
     """Return the number of validations that Megatron reserves samples for: one more than the run has intervals."""
-    return config.batch.train_iters // config.batch.eval_interval + 1
+    interval = config.batch.eval_interval
+    return config.batch.train_iters // interval + 1 if interval else 0
 
 
 def first_validation_sample(config: Config, step: int, samples_per_step: int) -> int:

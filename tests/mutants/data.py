@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -420,15 +420,15 @@ def excluded_documents_keep_their_loss(original: Any) -> Any:
 
 
 @mutant(
-    "megatron.data.gpt_fields:gpt2_fields",
+    "megatron.data.dataset_builder:exclude_documents",
     "tests/training/test_exclusion_runs.py::test_excluded_conversations_have_no_loss_and_no_influence",
 )
-def excluded_conversations_keep_their_loss(original: Any) -> Any:
-    def fields(*args: Any, excluded: Any = None, **kwargs: Any) -> Any:
-        is_conversation = kwargs.get("loss_mask") is not None
-        return original(*args, excluded=None if is_conversation else excluded, **kwargs)
+def excluded_conversations_are_read(original: Any) -> Any:
+    def exclude(datasets: Any, prefixes: Any, excluded: Any) -> Any:
+        nothing = excluded and {prefix: documents[:0] for prefix, documents in excluded.items()}
+        return original(datasets, prefixes, nothing)
 
-    return fields
+    return exclude
 
 
 @mutant(
@@ -471,7 +471,7 @@ def losses_of_repeated_steps_are_retained(original: Any) -> Any:
     "tests/training/test_sample_history.py::test_reader_equals_data_loader[dp2-True]",
 )
 def audit_ignores_interleaved_replicas(original: Any) -> Any:
-    return lambda stretch, step, sample: original(replace(stretch, is_interleaved=False), step, sample)
+    return lambda stretch, step, sample: original(dataclasses.replace(stretch, is_interleaved=False), step, sample)
 
 
 @mutant(

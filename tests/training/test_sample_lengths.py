@@ -172,6 +172,14 @@ def test_dataset_size_follows_train_samples_or_steps(global_batch_size: int) -> 
     )
 
 
+def test_order_of_megatron_needs_no_evaluations(tmp_path: Path) -> None:
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"x{suffix}").touch()
+    flags = f"--data-order megatron --data-path {tmp_path / 'x'} --train-iters 3 --eval-interval 0"
+    config = make_trainer(flags, RunStart(4), TrainProgress()).config
+    assert num_samples_of_splits(config, WORLD)[:2] == [12, 0]
+
+
 def test_finished_run_names_its_limit() -> None:
     def finished_message(extra_args: str, state: TrainProgress) -> str:
         trainer = make_trainer(extra_args, RunStart(4), state)
