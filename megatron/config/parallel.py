@@ -287,8 +287,8 @@ class ParallelConfig:
 
     @property
     def hierarchical_sizes(self) -> tuple[int, ...]:
-        """The numbers in ``hierarchical_context_parallel_sizes``; empty if any is malformed."""
-        words = self.hierarchical_context_parallel_sizes.split()
+        """The numbers in ``hierarchical_context_parallel_sizes`` ("2 4" or "[2 4]"); empty if any is malformed."""
+        words = self.hierarchical_context_parallel_sizes.strip("[]").split()
         return tuple(map(int, words)) if all(word.isdecimal() for word in words) else ()
 
     @property

@@ -122,11 +122,23 @@ def messages_per_step(
     return reduced + gathered
 
 
-def chunk_weights(costs: Costs, start: int, stop: int, tensor: int = 1, *, has_pipeline: bool) -> list[UnitWeights]:
+def chunk_weights(
+    costs: Costs,
+    start: int,
+    stop: int,
+    tensor: int = 1,
+    *,
+    has_pipeline: bool,
+    stage_ranges: Sequence[tuple[int, int]] = (),
+) -> list[UnitWeights]:
     """List the weights of the units ``start ... stop`` of a model, as ZeRO 3 gathers them.
 
     Each matrix is one weight; the vectors of a unit count as one weight. Experts that are distributed over ranks are
-    left out. On a pipeline stage, a shared weight is a unit of its own, unless the first of its units contains it.
+    left out. On a pipeline stage, a shared weight is a unit of its own, unless the first of its units contains it. If
+    that unit is on the same stage, in another chunk, its weights are gathered with the shared one.
+
+    Args:
+        stage_ranges: ranges of units of all chunks of the stage; empty: only this one.
     """
     parameters, experts = [*costs.unit_parameters(tensor)], costs.distributed_parameters(tensor)
     names, works = costs.unit_names, costs.unit_work(1, tensor, 2)
@@ -142,7 +154,9 @@ def chunk_weights(costs: Costs, start: int, stop: int, tensor: int = 1, *, has_p
             parameters[users[0]] += shared.amount
         else:
             is_lookup = all(n in shared.lookup_units for n in users)
-            units.append(UnitWeights((shared.amount,), 1 if is_lookup else 2))
+            is_on_stage = costs.owns_shared and any(first <= shared.units[0] < end for first, end in stage_ranges)
+            owner = parameters[shared.units[0]] if is_on_stage else 0
+            units.append(UnitWeights(tuple(filter(None, (shared.amount, owner))), 1 if is_lookup else 2))
     for n in range(start, stop):
         matrices: list[int] = []
         for product in works[n].products if not experts[n] else ():

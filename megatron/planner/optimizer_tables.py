@@ -100,10 +100,11 @@ def replica_messages(planner: Planner, layout: Layout) -> Messages:
     max_bucket = max(MIN_BUCKET_NUMEL, BUCKET_NUMEL_PER_REPLICA * layout.data)
     stages = []
     for stage in range(layout.pipe):
+        ranges = chunks_on(bounds, layout.pipe, stage, layout.placement.style)
         messages = messages_per_step(
             [
-                chunk_weights(costs, start, stop, layout.tensor, has_pipeline=layout.pipe > 1)
-                for start, stop in chunks_on(bounds, layout.pipe, stage, layout.placement.style)
+                chunk_weights(costs, start, stop, layout.tensor, has_pipeline=layout.pipe > 1, stage_ranges=ranges)
+                for start, stop in ranges
             ],
             stage=layout.zero_stage,
             replicas=layout.data,

@@ -392,7 +392,8 @@ def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
         copies_per_replica = parallel.model_parallel_size // parallel.expert_shards if config.model.num_experts else 1
         expert_replicas = replicas * copies_per_replica // num_ranks
         is_apart = num_ranks > 1 or copies_per_replica > 1
-        experts_text = f"; {expert_replicas} ranks share those of each expert" if is_apart else ""
+        holders = "ranks" if copies_per_replica > 1 else "replicas"
+        experts_text = f"; {expert_replicas} {holders} share those of each expert" if is_apart else ""
         experts_text = (
             "; each expert is on one replica, which shards nothing of it" if expert_replicas == 1 else experts_text
         )

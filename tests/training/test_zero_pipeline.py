@@ -210,12 +210,9 @@ def planned_messages(config: Config, module: Any, grid: Any) -> Messages:
     """Return the messages over all replicas that the planner derives from the sizes of the model, without experts."""
     costs, stages = registry.costs_of(config), grid.pipe.size
     bounds = getattr(module, "parts", [0, costs.num_units])
-    placement = config.parallel.placement
+    ranges = chunks_on(bounds, stages, grid.pipe.rank, config.parallel.placement)
     return messages_per_step(
-        [
-            chunk_weights(costs, start, stop, has_pipeline=stages > 1)
-            for start, stop in chunks_on(bounds, stages, grid.pipe.rank, placement)
-        ],
+        [chunk_weights(costs, start, stop, has_pipeline=stages > 1, stage_ranges=ranges) for start, stop in ranges],
         stage=config.optimizer.zero_stage,
         replicas=grid.data_context.size,
         num_micro_batches=MICRO_BATCHES,

@@ -66,7 +66,8 @@ class LatentContextAttention(ContextAttention):
         """Apply ``function`` to the queries and heads that this rank attends with, and to the keys of all tokens."""
         group, num_heads = self._parallel.head_group, query.shape[1] // self._parallel.head_group.size
         gathered = gather_from_context_region(_pack(key, value), self._parallel.context)  # [s, b, r_kv + d_r]
-        query, heads = scatter_heads_gather_sequence(query, group), ()
+        query = scatter_heads_gather_sequence(query, group)
+        heads: tuple[slice, ...] = ()
         if group.size > 1:
             heads = (slice(group.rank * num_heads, (group.rank + 1) * num_heads),)
         expand = partial(self._expand_rows, latent_size=key.shape[-1], heads=heads)
