@@ -131,8 +131,8 @@ class Planner:
         is_rowwise = precision.fp8_format is not None and precision.fp8_recipe == ROWWISE
         if is_rowwise and self.config.model.num_experts and not machine.is_cpu and not has_grouped_fp8(machine.name):
             raise ConfigError(
-                "--fp8-format with --num-experts needs a GPU with grouped products in FP8 (H100, H200, H20, GH200), got "
-                f"{machine.name}. Use --fp8-recipe blockwise, which is emulated, or remove --fp8-format"
+                "--fp8-format with --num-experts needs a GPU with grouped products in FP8 (H100, H200, H20, GH200), "
+                f"got {machine.name}. Use --fp8-recipe blockwise, which is emulated, or remove --fp8-format"
             )
 
     def bounds(self, layout: Layout) -> list[int]:
