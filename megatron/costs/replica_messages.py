@@ -53,10 +53,12 @@ class UnitWeights:
     Args:
         numels: elements of each weight, in the order of the parameters.
         num_gathers: gathers per micro-batch: 2; 1 if only the forward reads the weights, or if they are kept.
+        is_stored_in_other_chunk: another chunk of the stage stores the weights.
     """
 
     numels: tuple[int, ...]
     num_gathers: int = 2
+    is_stored_in_other_chunk: bool = False
 
 
 def bucket_sizes(numels: Sequence[int], width: int, max_numel: int | None = None) -> list[int]:
@@ -98,7 +100,7 @@ def messages_per_step(
         max_reduced, max_gathered: elements per bucket of gradients, and of updated weights with ZeRO 1 and 2; None:
             ``BUCKET_BYTES``. Buckets of the weights gathered by ZeRO 3 are always limited by ``BUCKET_BYTES``.
         scatters: gradients are reduce-scattered with ZeRO 1 to 3; False: all-reduced, as on gloo.
-        numels: elements of each weight of the stage, if several chunks have the same weight; None: those of ``chunks``.
+        numels: elements of each weight that the stage stores; None: those of ``chunks``, each weight in one chunk.
     """
     if replicas == 1:
         return Messages()
@@ -112,7 +114,8 @@ def messages_per_step(
     if stage == 0:
         return reduced
     if stage < WEIGHT_SHARDING_STAGE:
-        stored = [numel for sizes in chunk_numels for numel in sizes] if numels is None else numels
+        stored_units = [unit for units in chunks for unit in units if not unit.is_stored_in_other_chunk]
+        stored = [numel for unit in stored_units for numel in unit.numels] if numels is None else numels
         weight_buckets = bucket_sizes(stored, width, max_gathered)
         return reduced + Messages(len(weight_buckets), sent * width * sum(weight_buckets))
     gathered = Messages()
@@ -156,7 +159,8 @@ def chunk_weights(
             is_lookup = all(n in shared.lookup_units for n in users)
             is_on_stage = costs.owns_shared and any(first <= shared.units[0] < end for first, end in stage_ranges)
             owner = parameters[shared.units[0]] if is_on_stage else 0
-            units.append(UnitWeights(tuple(filter(None, (shared.amount, owner))), 1 if is_lookup else 2))
+            numels = tuple(filter(None, (shared.amount, owner)))
+            units.append(UnitWeights(numels, 1 if is_lookup else 2, is_stored_in_other_chunk=is_on_stage))
     for n in range(start, stop):
         matrices: list[int] = []
         for product in works[n].products if not experts[n] else ():
