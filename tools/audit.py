@@ -5,9 +5,9 @@
     python tools/audit.py runs/gpt2-20260101-120000 --text "a sentence of the document"
     python tools/audit.py runs/gpt2-20260101-120000 --step 120 --positions
 
-The folder's config.json, sample_history.jsonl and newest checkpoint determine the order; the token files of the run are
-needed, logs are not. Losses of documents are shown if the run recorded them (--log-document-losses). Documents count
-from 0, as in --exclude. Decoders only.
+The order is computed from config.json, sample_history.jsonl and the newest checkpoint in the folder. The run's token
+files are needed, its logs are not. Losses of documents are printed if the run recorded them (--log-document-losses).
+Documents are counted from 0, as in --exclude. Decoders only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     question.add_argument("--document", type=int, metavar="N", help="steps and ranks that read document N")
     question.add_argument("--text", help="steps and ranks that read the documents that contain this text")
     question.add_argument("--step", type=int, metavar="K", help="samples, documents and ranks of step K, from 1")
-    parser.add_argument("--corpus", help="corpus of --document or --text, as in --data-path (default: the only one)")
+    parser.add_argument(
+        "--corpus",
+        help="corpus of --document or --text, as in --data-path (default: the run's only corpus; with --text, all)",
+    )
     parser.add_argument(
         "--until", type=int, metavar="K", help="last step to consider (default: the run's last recorded step)"
     )
@@ -49,7 +52,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Answer the question of the flags; return the exit code."""
+    """Print the answer to the question that the flags ask; return the exit code."""
     flags = parse_args(argv)
     from rich.console import Console
 
@@ -83,7 +86,7 @@ def document_lines(audit: Audit, flags: argparse.Namespace, console: Console) ->
             losses = audit.losses_of_document(corpus_idx, document)
             for reading in readings:
                 loss = audit.step_losses.get(reading.step)
-                loss_text = "" if loss is None else f", loss of the step {loss:.4f}"
+                loss_text = "" if loss is None else f", step loss {loss:.4f}"
                 yield f"  {format_reading(reading)}{loss_text}{format_loss(losses.get(reading.step))}"
                 if flags.positions:
                     yield from chunk_lines(reading)
@@ -100,7 +103,7 @@ def step_lines(audit: Audit, flags: argparse.Namespace) -> Iterator[str]:
         for reading in readings:
             yield (
                 f"  {reading.corpus} document {reading.document}, tokens {reading.offset}-"
-                f"{reading.offset + reading.length - 1}, at {reading.position} of the sample"
+                f"{reading.offset + reading.length - 1}, at position {reading.position} of the sample"
                 f"{format_loss(losses.get((reading.corpus, reading.document)))}"
             )
         if flags.positions:
@@ -111,14 +114,14 @@ def format_reading(reading: Reading) -> str:
     """Format the step, sample, tokens and ranks of one reading."""
     return (
         f"step {reading.step}, sample {reading.sample}: tokens {reading.offset}-{reading.offset + reading.length - 1} "
-        f"at {reading.position} of the sample, replica {reading.reader.replica}, micro-batch "
-        f"{reading.reader.micro_batch}, {format_ranks(reading.reader.ranks)}"
+        f"of the document, at position {reading.position} of the sample, replica {reading.reader.replica}, "
+        f"micro-batch {reading.reader.micro_batch}, {format_ranks(reading.reader.ranks)}"
     )
 
 
 def format_loss(loss: DocumentLoss | None) -> str:
-    """Format the loss of a document in a step; "" if it is not recorded."""
-    return "" if loss is None else f", loss of the document {loss.loss:.4f} over {loss.tokens} tokens in the step"
+    """Format the loss of a document in a step; return "" if it is not recorded."""
+    return "" if loss is None else f", document loss {loss.loss:.4f} over {loss.tokens} tokens in the step"
 
 
 def chunk_lines(reading: Reading) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """A device "npu": Ascend NPUs through torch-npu. It has not run on an NPU; docs/accelerators.md states what is checked.
 
 ``torch_npu`` renames PyTorch's PrivateUse1 to "npu", registers ``torch.npu`` and the backend "hccl". This file uses
-names of ``torch.npu`` that torch-npu 2.13.0 defines in Python. torch-npu needs the torch release of the same number.
-DeepSpeed has an accelerator object for "npu".
+names of ``torch.npu`` that torch-npu 2.13.0 defines in Python. torch-npu needs the torch release with the same version
+number. DeepSpeed has an accelerator object for "npu".
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def bind(device_type: str, local_rank: int) -> torch.device:
 
 
 def default_precision(device_type: str) -> str:
-    """Choose bf16 where the NPU has it (Ascend 910B and newer), otherwise fp16."""
+    """Return "bf16" if the NPU supports it (Ascend 910B and newer), otherwise "fp16"."""
     return "bf16" if torch.npu.is_bf16_supported() else "fp16"
 
 
 def default_generator(torch_device: torch.device) -> torch.Generator:
-    """Look up the NPU's generator. ``torch.npu.default_generators`` is empty before the initialization."""
+    """Return the NPU's generator; ``torch.npu.default_generators`` is empty until torch-npu is initialized."""
     torch.npu.init()
     index = torch.npu.current_device() if torch_device.index is None else torch_device.index
     generator: torch.Generator = torch.npu.default_generators[index]
@@ -63,7 +63,7 @@ HOOKS: dict[str, Any] = {
     "bind": bind,
     "name": lambda device_type: torch.npu.get_device_name(),
     "model_name": lambda torch_device: torch.npu.get_device_name(torch_device),
-    "identity": lambda torch_device: "",  # torch-npu's Python files name no identifier of a device
+    "identity": lambda torch_device: "",  # torch-npu's Python files provide no device identifier
     "default_precision": default_precision,
     "can_pin": lambda device_type: False,  # synchronous copies, until copies from pinned memory have run on an NPU
     "synchronize": lambda device_type: torch.npu.synchronize(),

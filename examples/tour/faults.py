@@ -7,11 +7,11 @@
 | kill:N | the last rank is killed by SIGKILL in step N, between the backward and the update |
 | nan:N | in step N, one value in the output of layers.2.mlp becomes NaN |
 | leak | context ranks ignore the ends of documents: tokens attend to the documents before their own |
-| gradient | the gradients of norms and biases are not summed over the tensor ranks (``--sequence-parallel``) |
+| gradient | the gradients of norms and biases are not summed over the tensor ranks (needs ``--sequence-parallel``) |
 | host:N | the launcher of NODE_RANK 1 and all its ranks are killed in step N |
 
-Each fault replaces a function at run time or acts as a callback of the trainer; the package contains no fault. ``kill``
-and ``host`` act in the first start of a job only, so that the restarted job can complete.
+Each fault replaces a function at run time or is a callback of the trainer; the package contains no fault. ``kill`` and
+``host`` take effect only in the first start of a job, so that the restarted job can complete.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KillInStep(Callback):
     """Kills process ``target()`` in step ``step`` of the job's first start, between the backward and the update.
 
     Args:
-        is_victim: returns True on the rank that does so.
+        is_victim: returns True on the rank that kills the process.
         target: returns the id of the process to kill.
     """
 
@@ -48,13 +48,13 @@ class KillInStep(Callback):
         is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
         if is_first_start and self.trainer.progress.step + 1 == self._step and self._is_victim():
             os.kill(self._target(), signal.SIGKILL)
-            signal.pause()  # a rank ends with its launcher
+            signal.pause()  # a killed launcher also ends this rank
 
 
 class NanInStep(Callback):
     """Writes NaN into one value of the output of ``NAN_MODULE``, in the first micro-batch of step ``step``.
 
-    The hook is the module's first one, as if the module had computed the value.
+    The hook runs before the module's other hooks, which therefore see the NaN as the module's output.
     """
 
     def __init__(self, step: int) -> None:
@@ -98,7 +98,7 @@ def skip_sums_of_norms() -> None:
 
 
 def apply(fault: str) -> list[Callback]:
-    """Apply the fault ``fault``, in the form of the environment variable, and return its callbacks."""
+    """Apply ``fault``, a value of TOUR_FAULT, and return its callbacks."""
     name, _, step = fault.partition(":")
     if name in ("kill", "host", "nan") and step.isdecimal():
         if name == "nan":

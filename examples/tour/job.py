@@ -1,4 +1,4 @@
-"""Run the commands of a section: output in files, a time limit, and no process left when they end."""
+"""Run the commands of a section with a time limit, write their output to files, and kill all remaining processes."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def adopt_orphans() -> None:
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return ``environment`` without the variables that change a run, so that a command prints the same everywhere.
+    """Return ``environment`` without the variables that affect a run, so that its output does not depend on the user.
 
-    The commands run on CPUs, because the page and the limits are for CPUs.
+    The commands run on CPUs, because the time limits and the output in docs/tour.md are from CPUs.
     """
     script = (ROOT / "run_gpt2.sh").read_text(encoding="utf-8")
     variables = _RANK_VARIABLES | set(re.findall(r"^(\w+)=\$\{\1:-", script, flags=re.M))
@@ -55,7 +55,7 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
 def run_commands(
     commands: Sequence[str], logs: Sequence[Path], limit_s: float, on_wait: Callable[[Path], None]
 ) -> list[int]:
-    """Run shell commands at the same time and return their exit codes, -N after signal N.
+    """Run shell commands at the same time and return their exit codes (-N if signal N ended the command).
 
     All their processes are killed when this function returns or raises.
 
@@ -93,7 +93,7 @@ def run_commands(
 
 
 def _terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask running processes to end; a launcher ends immediately at the second signal, and removes its files."""
+    """Send SIGTERM twice. At the second signal, a launcher exits immediately and removes its files."""
     for _ in range(2):
         for process in processes:
             process.terminate()
@@ -103,7 +103,7 @@ def _terminate(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def kill_descendants() -> None:
-    """Kill all descendants of this process and wait up to ``KILL_S`` for their ends."""
+    """Kill all descendants of this process and wait up to ``KILL_S`` until they have ended."""
     deadline = time.monotonic() + KILL_S
     while (pids := _descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in pids:

@@ -18,9 +18,9 @@ RUNS = Path("runs/tour")
 KILLED = -9
 STEPS, SAVE_INTERVAL, FAULT_STEP, NAN_STEP = 40, 20, 28, 6
 MIN_FALL = 1.0
-"""Least difference between the first and the last loss of the run without a fault."""
+"""Minimum difference between the first and the last loss of the run without a fault."""
 ROUNDING = 1e-4
-"""Largest difference of losses in fp32 between two layouts, after ``STEPS`` steps."""
+"""Largest accepted difference between the fp32 losses of two layouts in the first ``STEPS`` steps."""
 
 FAULT, PROGRAM = "TOUR_FAULT=", "program=examples/tour/faults.py"
 FLAGS = f"--train-iters {STEPS} --eval-iters 0 --log-interval 5"
@@ -54,9 +54,9 @@ class Section:
     Args:
         groups: groups of commands; the commands of a group run at the same time.
         page: page with the details, relative to docs/.
-        limit_s: time limit of a group in seconds, far above the usual time, for machines that are busy.
+        limit_s: time limit of a group in seconds, far above the usual time because the machine may be busy.
         needs: section whose losses ``compare`` reads; "" if there is none.
-        compare: returns further lines about the losses of the runs; raises NotDetectedError.
+        compare: checks the losses of the runs and returns lines to print; raises NotDetectedError.
     """
 
     name: str
@@ -125,7 +125,7 @@ def make_sections() -> tuple[Section, ...]:
 
 
 def select_sections(sections: tuple[Section, ...], names: list[str]) -> list[Section]:
-    """Return the sections in ``names`` and those they need, in the order of the tour; without names, all of them."""
+    """Return the sections in ``names`` and the sections that they need, in the order of the tour; all without names."""
     chosen = set(names) or {section.name for section in sections}
     needed = {section.needs for section in sections if section.name in chosen}
     return [section for section in sections if section.name in chosen | needed]
@@ -147,7 +147,7 @@ def check_loss_falls(runs: Path, texts: Texts) -> list[str]:
 
 
 def compare_losses(name: str, bound: float, runs: Path, texts: Texts) -> list[str]:
-    """Compare the losses of ``name`` after its restart with those of ``train``; return the lines of two steps.
+    """Compare the losses of ``name`` after its restart with those of ``train``; return lines to print for two steps.
 
     Raises:
         NotDetectedError: a loss differs by more than ``bound``.
@@ -162,7 +162,7 @@ def compare_losses(name: str, bound: float, runs: Path, texts: Texts) -> list[st
 
 
 def _find_free_ports(num_ports: int) -> list[int]:
-    """Return ports that are free now, below those that the kernel assigns to outgoing connections."""
+    """Return ports that are currently free, below the range that the kernel assigns to outgoing connections."""
     ports: set[int] = set()
     while len(ports) < num_ports:
         port = random.SystemRandom().randrange(20000, 32000)

@@ -4,9 +4,9 @@
     bash run_gpt2.sh --tour kill nan
 
 Sections: train, kill, nan, leak, gradient, host. Without names, all sections run, in about five minutes on two CPU
-cores. kill and host are compared with train, which then runs first. The texts are in Chinese if the locale is.
+cores. kill and host are compared with train, so train runs before them. The text is Chinese in a Chinese locale.
 
-Exit code 0: all sections ended as expected. 1: a fault was not detected; the tour ends there. 2: an invalid section.
+Exit code 0: all sections ended as expected. 1: a fault was not detected; the tour ends there. 2: invalid arguments.
 130: Ctrl-C.
 """
 
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def exit_by_signal(signum: int, frame: object) -> NoReturn:
-    """Exit with the code of a signal; the processes of the current command are killed on the way."""
+    """Exit with code 128 + ``signum``. ``run_commands`` then kills its processes."""
     sys.exit(128 + signum)
 
 
@@ -123,7 +123,7 @@ def run_group(
     """Print commands, run them at the same time, and print the expected lines of the first one's output.
 
     Raises:
-        NotDetectedError: a command has another exit code than expected, lacks a line, or does not end in time.
+        NotDetectedError: a command returns an unexpected exit code, lacks an expected line, or exceeds the limit.
     """
     for command in commands:
         console.print(f"\n$ {command.line}", style="cyan")

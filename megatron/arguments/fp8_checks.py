@@ -9,7 +9,7 @@ from megatron.config.layer_types import EXPERTS, MLP, layer_types
 from megatron.config.optimizer import BLOCKWISE
 
 ALIGNMENT = 16
-"""Elements of a row of an FP8 factor must be a multiple of 16 bytes, which matrix products on CUDA require."""
+"""Row sizes of FP8 operands must be multiples of 16 bytes for matrix products on CUDA."""
 BLOCK_SIZE = 128
 
 
@@ -20,7 +20,7 @@ def fp8_problems(config: Config) -> Iterator[str]:
         return
     got = f"got --fp8-format {precision.fp8_format}"
     if precision.dtype not in (None, "bf16", "fp64"):  # fp64: comparisons of layouts
-        yield f"--fp8-format needs --bf16, the format of everything that is not in FP8, got --{precision.dtype}"
+        yield f"--fp8-format needs --bf16 for all tensors that are not in FP8, got --{precision.dtype}"
     if precision.dtype is None and "bf16" in precision.excluded:
         yield f"--fp8-format needs bf16, but the JSON has bf16.enabled false, {got}. Enable it, or remove --fp8-format"
     if config.family_config.KIND != "decoder":
@@ -40,13 +40,13 @@ def fp8_problems(config: Config) -> Iterator[str]:
 
 
 def fp8_notes(config: Config) -> Iterator[str]:
-    """Yield a note if a script of Megatron-LM would use another recipe."""
+    """Yield a note if Megatron-LM would use another recipe for the same flags."""
     if config.precision.fp8_format and "fp8_recipe" not in config.explicit_fields:
         yield "--fp8-recipe rowwise: a scale per row; the default of Megatron-LM is delayed, a scale per tensor"
 
 
 def _size_problems(config: Config) -> Iterator[str]:
-    """Yield one error message that lists all sizes that FP8 products cannot have; any size is accepted in fp64."""
+    """Yield one error message that lists all sizes that FP8 products do not support; fp64 runs accept any size."""
     is_blockwise = config.precision.fp8_recipe == BLOCKWISE
     if config.precision.dtype == "fp64" and not is_blockwise:
         return

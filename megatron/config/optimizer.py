@@ -484,7 +484,7 @@ class PrecisionConfig:
     )
     fp8_recipe: str = option(
         ROWWISE,
-        "scales of FP8: rowwise, one per row of a factor; blockwise, one per 128 elements, emulated in bf16",
+        "scales of FP8: rowwise, one per row of an operand; blockwise, one per 128 elements, emulated in bf16",
         choices=(ROWWISE, BLOCKWISE),
     )
     first_last_layers_bf16: bool = option(

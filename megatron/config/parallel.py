@@ -86,14 +86,14 @@ class ParallelConfig:
     )
     expert_model_parallel_size: int = option(
         1,
-        "expert-parallel size: the experts of a layer are distributed over this many of the ranks of a stage that "
-        "--expert-tensor-parallel-size leaves: data x context x tensor / expert tensor ranks",
+        "expert-parallel size: number of groups of ranks that the experts of a layer are distributed over; must divide "
+        "data x context x tensor size / --expert-tensor-parallel-size",
         minimum=1,
     )
     expert_tensor_parallel_size: int = option(
         0,
-        "number of tensor ranks that shard each expert, a divisor of their number; with fewer than all of them, each "
-        "group of this many ranks applies its experts to its part of the sequence",
+        "number of tensor ranks that shard each expert, a divisor of the tensor-parallel size; if it is smaller, each "
+        "group of this many ranks applies its experts to its shard of the sequence (needs --sequence-parallel)",
         minimum=1,
         shown_default="model-parallel-size",
     )

@@ -46,7 +46,7 @@ _FORMAT = 1
 _POLL_S = 0.1
 _REPORT_INTERVAL_S = 30.0
 _MAX_KILLED = 3
-"""Encoders of this process that may be killed before it gives up."""
+"""Number of killed encoders after which this process raises an error."""
 _LARGE_BYTES = 4 << 30
 _MAX_SAMPLED_FILES, _SAMPLES_PER_FILE, _SAMPLE_BYTES = 64, 16, 1 << 16
 

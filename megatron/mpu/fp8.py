@@ -1,17 +1,17 @@
-"""Matrix products with factors in FP8 whose scales do not depend on the layout.
+"""Matrix products with FP8 operands, whose scales do not depend on the layout.
 
-A layer's weight gets products in FP8 by ``use_fp8``. ``tds.linear_function`` and the products of layers then call them
-for the output and for the input gradient; weight gradients are computed from the unquantized factors.
+``use_fp8`` selects FP8 products for a weight. ``tds.linear_function`` and the layers then call them for the output and
+the input gradient. Weight gradients are computed from unquantized operands.
 
-| product | rows of the left factor | rows of the right factor | sharded inner dimension |
+| product | rows of the left operand | rows of the right operand | sharded inner dimension |
 |---|---|---|---|
 | output ``x W^T`` | tokens of x | rows of W | of a row-parallel weight |
 | input gradient ``g W`` | tokens of g | columns of W | of a column-parallel weight |
 
-A scale belongs to one row of a factor, so it does not depend on the other rows: micro-batches, pipeline stages, data,
-context and sequence shards have the scales of one process. Where the inner dimension is sharded over tensor ranks, the
-row maxima of both factors are all-reduced in one message, and the quantized shards are those of one process, too. The
-ranks' partial products are then summed like those of other number formats.
+A scale belongs to one row of an operand and does not depend on other rows. Micro-batches, pipeline stages, and data,
+context and sequence shards therefore have the same scales as one process. If the inner dimension is sharded over tensor
+ranks, the row maxima of both operands are all-reduced in one message, so the quantized shards also equal those of one
+process. The partial products of the ranks are then summed as in other number formats.
 
 The micro-batches of a step share the quantized weights (``megatron.mpu.fp8_weights``).
 
@@ -54,7 +54,7 @@ GROUPED_CAPABILITIES = ((9, 0), (9, 9))
 """Lowest and highest compute capability with ``torch._scaled_grouped_mm`` of e4m3 (torch 2.11 and 2.13): its kernel has
 instructions of sm_90a only. torch does not reject 10.0, but does not test it either."""
 USES_SCALED_MM: bool | None = None
-"""Use ``torch._scaled_mm`` instead of products of fp32; set by tests. None: on CUDA."""
+"""Use ``torch._scaled_mm`` instead of fp32 products; set by tests. None: use it on CUDA only."""
 
 
 def use_fp8(weight: torch.Tensor, recipe: str, group: Group, partition_dim: int | None) -> None:
@@ -89,7 +89,7 @@ def has_fp8_products(device_type: str, *, of_experts: bool = False) -> bool:
 
 @dataclass(frozen=True)
 class RowwiseProducts:
-    """Products with a scale per row of each factor; implements ``tds.param_info.WeightProducts``.
+    """Products with a scale per row of each operand; implements ``tds.param_info.WeightProducts``.
 
     Args:
         input_group: the group that the input dimension is sharded over.
@@ -102,7 +102,7 @@ class RowwiseProducts:
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
         a, b = quantized_factors(rows, weight, ROWS, self.input_group)
-        out = x.new_empty(*x.shape[:-1], len(weight))  # a view of a product could not be reduced in place
+        out = x.new_empty(*x.shape[:-1], len(weight))  # owns its storage: the caller reduces it in place
         scaled_product(a.values, b.values, a.scales, b.scales, out.view(-1, len(weight)))
         return out
 
@@ -123,7 +123,7 @@ class RowwiseProducts:
 
 @dataclass(frozen=True)
 class Quantized:
-    """A factor of a product: e4m3 values, contiguous, and fp32 scales, one for each row of ``values``."""
+    """An operand of a product: e4m3 values, contiguous, and fp32 scales, one for each row of ``values``."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -134,7 +134,7 @@ class Quantized:
 
 
 def quantized_factors(x: torch.Tensor, weight: torch.Tensor, form: str, group: Group) -> tuple[Quantized, Quantized]:
-    """Quantize both factors of a product. Collective over ``group``, which the inner dimension is sharded over.
+    """Quantize both operands of a product. Collective over ``group``, which the inner dimension is sharded over.
 
     The weight's values are read from ``fp8_weights`` if an earlier micro-batch of the step has saved them.
 
@@ -162,7 +162,7 @@ def quantized_factors(x: torch.Tensor, weight: torch.Tensor, form: str, group: G
 
 
 def _reduced(maxima: Sequence[torch.Tensor], group: Group) -> Sequence[torch.Tensor]:
-    """Return the maxima over the ranks of ``group``, by one all-reduce. NaN becomes infinity, which MAX propagates."""
+    """All-reduce the maxima over ``group`` in one message. NaN is replaced by infinity, which MAX propagates."""
     if group.size == 1:
         return maxima
     infinity = float("inf")
@@ -193,9 +193,9 @@ def scaled_grouped_product(
     x: torch.Tensor, weights: torch.Tensor, x_scales: torch.Tensor, weight_scales: torch.Tensor, ends: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """Write the ``scaled_product`` of the rows of each weight to ``out``, and return it.
+    """Write the ``scaled_product`` of each weight with its rows of ``x`` to ``out``, and return it.
 
-    On CUDA the host does not wait for ``ends``. Rows after the last weight's rows are undefined.
+    On CUDA the host does not wait for ``ends``. Rows of ``out`` after the last weight's rows are undefined.
 
     Shapes:
         x [m, k], x_scales [m]; weights [E, n, k], weight_scales [E n]; ends [E]; out [m, n], bf16 on CUDA
@@ -216,11 +216,11 @@ def _uses_scaled_mm(x: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class BlockwiseProducts:
-    """Products with a scale per 128 elements of a row and per 128 x 128 elements of a weight, emulated."""
+    """Emulated products with a scale per 128 elements of a row, and per 128 x 128 elements of a weight."""
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         rows = dequantized_rows(x.reshape(-1, x.shape[-1]))
-        out = x.new_empty(*x.shape[:-1], len(weight))  # a view of a product could not be reduced in place
+        out = x.new_empty(*x.shape[:-1], len(weight))  # owns its storage: the caller reduces it in place
         out.view(-1, len(weight)).copy_(F.linear(rows, dequantized_weight(weight)))
         return out
 

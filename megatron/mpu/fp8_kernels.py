@@ -1,7 +1,7 @@
 """Triton kernels that quantize to FP8, launched by ``megatron.mpu.fp8_quantize``.
 
-Quotient, product and cast are rounded as torch's operators round them, so the bytes are the same as on a CPU. Maxima
-are computed from the bits of magnitudes as integers, which have the same order; NaN is the largest.
+Quotients, products and casts are rounded like torch's operators, so the bytes equal those of a CPU. Maxima are computed
+from the bits of the magnitudes as integers, which have the same order; NaN is the largest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def row_maxima_kernel(x, maxima, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     largest = tl.zeros((BLOCK,), tl.int32)
     start = 0
-    while start < width:  # not a range, whose bound Triton's interpreter cannot convert with numpy 2.4
+    while start < width:  # range(0, width) fails in Triton's interpreter with numpy 2.4
         column = start + tl.arange(0, BLOCK)
         value = tl.load(x + row * width + column, mask=column < width, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.abs(value).to(tl.int32, bitcast=True))
@@ -29,7 +29,7 @@ def row_maxima_kernel(x, maxima, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def column_maxima_kernel(x, maxima_bits, num_rows, width, ROWS: tl.constexpr, TILE: tl.constexpr):
-    """Raise ``maxima_bits``, zeros before, to the bits of the columns' largest magnitudes; NaN if a column has a NaN.
+    """Update ``maxima_bits``, initially 0, by the bits of the columns' largest magnitudes; NaN if a column has a NaN.
 
     A program processes ``ROWS`` rows of ``TILE`` columns of one matrix.
     """
@@ -53,7 +53,7 @@ def quantize_rows_kernel(x, maxima, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     inverse = _inverse_scale(tl.load(maxima + row))
     start = 0
-    while start < width:  # not a range, whose bound Triton's interpreter cannot convert with numpy 2.4
+    while start < width:  # range(0, width) fails in Triton's interpreter with numpy 2.4
         column = start + tl.arange(0, BLOCK)
         mask = column < width
         value = tl.load(x + row * width + column, mask=mask, other=0.0).to(tl.float32)

@@ -4,10 +4,10 @@ A scale s is fp32, and a quantized element is ``q = e4m3(clamp(x / s, -448, 448)
 comes before the cast: beyond 448, e4m3 casts return NaN or 448, depending on the version of torch. NaN and infinity in
 a row make all its products NaN.
 
-| recipe | scales of the left factor | scales of the weight | value of a scale |
+| recipe | scales of the left operand | scales of the weight | value of a scale |
 |---|---|---|---|
-| rowwise | one per row | one per row, or per column for the input gradient | largest element / 448 |
-| blockwise | one per row and 128 columns | one per 128 x 128 elements | the next power of two above |
+| rowwise | one per row | one per row, or per column for the input gradient | maximum / 448 |
+| blockwise | one per row and 128 columns | one per 128 x 128 elements | maximum / 448, rounded up to a power of two |
 
 On CUDA, Triton kernels quantize rows and columns. They compute the same bytes as the torch operators.
 
@@ -27,7 +27,7 @@ from megatron import triton_launch
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
 MIN_MAXIMUM = 1e-12
-"""Lower bound of the maximum of a row, which keeps ``448 / maximum`` finite; rows of zeros have this maximum."""
+"""Lower bound of a row's maximum, also used for rows of zeros. It keeps ``448 / maximum`` finite."""
 BLOCK_SIZE = 128
 KERNELS = "megatron.mpu.fp8_kernels"
 ROW_BLOCK = 4096
@@ -35,7 +35,7 @@ ROW_BLOCK = 4096
 TILE = 64
 """Rows and columns of the tile that a program quantizes and transposes."""
 COLUMN_ROWS = 512
-"""Rows of which a program computes the maxima of columns."""
+"""Rows over which a program computes column maxima."""
 
 
 def row_maxima(x: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ def _row_block(x: torch.Tensor) -> int:
     return min(triton_launch.power_of_two(x.shape[1]), ROW_BLOCK)
 
 
-# Blocks. Their scales are powers of two, so that bf16 holds ``q s`` exactly and products of bf16 emulate those of FP8.
+# Blocks. Their scales are powers of two, so bf16 represents ``q s`` exactly and bf16 products emulate FP8 products.
 
 
 def quantize_row_blocks(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,12 +1,13 @@
 """Quantized weights that the micro-batches of a training step share.
 
 The weights do not change between the micro-batches of a step. Within ``sharing_quantized_weights``, the first product
-with a weight saves its quantized values, and the later products read them: the same bits without the work. ``free``
-drops them before the update. Outside of such a block, every product quantizes its weight.
+with a weight saves the quantized values, and later products reuse them instead of quantizing the weight again. ``free``
+drops the values before the update. Outside of such a block, every product quantizes its weight.
 
-Values are saved by the address, shape and strides of the weight, because recompute passes detached copies of it. The
-entry keeps the weight's memory, so that no other tensor can have the same address. Weights that are gathered for a
-layer and freed afterwards (ZeRO 3) must not be shared: a block would retain them, unsharded, for all layers.
+The key of an entry is the address, shape and strides of the weight, because recompute passes detached tensors that
+share the weight's memory. The entry holds a reference to this memory, so that no other tensor can get the same address.
+Weights that are gathered for a layer and freed afterwards (ZeRO 3) must not be shared: the block would retain the
+unsharded weights of all layers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _saved: dict[Key, tuple[torch.Tensor, Any]] | None = None  # global, because rec
 
 @contextmanager
 def sharing_quantized_weights(is_enabled: bool = True) -> Iterator[None]:
-    """Save quantized weights in the block, in which the weights must not change before ``free`` is called.
+    """Share quantized weights within the block. Call ``free`` before the weights change.
 
     Args:
         is_enabled: False: every product quantizes its weight.

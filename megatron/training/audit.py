@@ -39,9 +39,11 @@ class Reading(NamedTuple):
         step: the step that reads the sample, counted from 1.
         sample: index of the sample in the run.
         corpus: name of the corpus.
+        document: index of the document in its corpus, from 0.
         offset: the slice's first token within the document.
         length: tokens of the slice in the sample.
         position: the slice's first token within the sample.
+        reader: replica, micro-batch and ranks that process the sample.
     """
 
     step: int
@@ -55,7 +57,7 @@ class Reading(NamedTuple):
 
 
 class Audit:
-    """The training samples of a run folder, opened without starting ranks.
+    """The training samples of a run folder, read without starting ranks.
 
     Attributes:
         step_losses: step -> loss of its global batch, for the steps in metrics.jsonl.
@@ -226,7 +228,7 @@ def _read_config(folder: Path, world_size: int) -> Config:
 
 
 def _continue_order(dataset: BlendedDataset, folder: Path) -> Any:
-    """Return the order of the samples with the phases that the newest checkpoint has stored."""
+    """Return the order of the samples with the phases stored in the newest checkpoint."""
     order = dataset.order
     if not isinstance(order, BlendSchedule):
         return order

@@ -20,7 +20,7 @@ def parse_line(extra: str, world_size: int = 1) -> Config:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ("--fp16", "--fp8-format needs --bf16, the format of everything that is not in FP8, got --fp16"),
+        ("--fp16", "--fp8-format needs --bf16 for all tensors that are not in FP8, got --fp16"),
         ("--compile", "--compile does not support products in FP8"),
         (
             "--hidden-size 72 --num-attention-heads 2",

@@ -226,7 +226,7 @@ def test_audit_reports_losses(
 ) -> None:
     folder = one_process["concat"]
     (corpus, document), loss = next(iter(read_step(folder, 2).items()))
-    text = f"loss of the document {loss.loss:.4f} over {loss.tokens} tokens in the step"
+    text = f"document loss {loss.loss:.4f} over {loss.tokens} tokens in the step"
     assert audit_tool.main([str(folder), "--document", str(document)]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "step 2," in line]
     assert lines and all(text in line for line in lines)

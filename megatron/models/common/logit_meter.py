@@ -73,7 +73,7 @@ class LogitMeter:
             positions = torch.arange(first, first + query.shape[2], device=query.device)
         elif self._is_bound:
             positions = self._parallel.query_positions(key.shape[2], query.device)
-        window = 0 if starts is None else self._window  # otherwise the mask has the window
+        window = 0 if starts is None else self._window  # without starts, the mask hides keys outside of the window
         first_head = self._parallel.head_group.rank * query.shape[1]
         raise_maxima(self.maxima, query, key, mask, starts, positions, first, window, self._scale, first_head)
 
