@@ -164,7 +164,7 @@ def test_hooks_call_torch_npu(plugin: tuple[ModuleType, list[Any]]) -> None:
 
 
 def test_missing_torch_npu_is_reported() -> None:
-    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PLUGIN.parent)])}
+    environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(PLUGIN.parent), os.environ.get("PYTHONPATH", "")])}
     environment |= {"MEGATRON_ACCELERATOR": PLUGIN.stem, "DS_ACCELERATOR": "cpu", "PATH": os.environ["PATH"]}
     command = [sys.executable, str(ROOT / "tools" / "check_accelerator.py"), "--device", "npu"]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)

@@ -72,7 +72,11 @@ def clone(tmp_path: Path) -> Path:
 
 
 def start_tour(clone: Path, script: str) -> subprocess.Popen[str]:
-    env = {**os.environ, "PYTHONPATH": str(clone), "LC_ALL": "C.UTF-8"}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(clone), os.environ.get("PYTHONPATH", "")]),
+        "LC_ALL": "C.UTF-8",
+    }
     return subprocess.Popen(
         [sys.executable, "-c", script], cwd=clone, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -62,13 +62,13 @@ def test_newton_schulz_time_is_shared_by_owners() -> None:
     layout = replace(layout_of(CONFIG, 4), tensor=1, data=1, dtype="bf16")
     messages = CommunicationModel(planner.costs, MACHINE)
     products = planner.costs.stage_matrices([0, planner.costs.num_units])[0]
-    traffic, seconds = messages._muon_update(layout, products, Group.on_machine(MACHINE, 1, 1, 1))
+    traffic, seconds = messages._muon_update(layout, products, Group.on_machine(MACHINE, 1, 1, 1), 1)
     flops = [newton_schulz_flops(product.inner, product.columns) for product in products]
     slowest = min(rate for _, rate in MACHINE.product_flops["bf16"])
     assert 0 < seconds <= sum(flops) / slowest * (1 + 1e-9)
     assert traffic.exposed_s == 0
     four_owners = replace(layout, tensor=2, data=2, zero_stage=1)
-    traffic, shared_seconds = messages._muon_update(four_owners, products, Group.on_machine(MACHINE, 2, 2, 4))
+    traffic, shared_seconds = messages._muon_update(four_owners, products, Group.on_machine(MACHINE, 2, 2, 4), 2)
     assert shared_seconds == pytest.approx(seconds / 4)
     owned_bytes = 2 * sum(product.weights for product in products) / 4
     assert traffic.bytes == pytest.approx(4 * owned_bytes / 2), "to owners and back, over two groups of two"

@@ -44,7 +44,9 @@ def test_sharded_checkpoint_is_reported_with_full_tensors(inspect_run: InspectCo
     report = json.loads(out)
     assert code == 0 and report["verified"] and report["path"] == str(path)
     assert (report["step"], report["updates"], report["samples_consumed"], report["optimizer_steps"]) == (7, 6, 14, 6)
-    assert report["layout"] == {"pipe": 1, "data": 1, "context": 1, "tensor": 2, "expert": 1}
+    assert report["layout"] == {
+        "pipe": 1, "data": 1, "context": 1, "tensor": 2, "expert": 1, "context_inner": 1, "expert_tensor": 0
+    }  # fmt: skip
     assert report["model"]["vocab_size"] == 29
     assert report["data_order"] == {"cursors": {"a": 5, "b": 9}}
     assert (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import json
 import re
 from collections.abc import Callable
@@ -101,7 +102,7 @@ def inject_encoder_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cal
         (tmp_path / "fault").mkdir()
         (tmp_path / "fault" / "sitecustomize.py").write_text(ENCODER_FAULT)
         for name, value in {
-            "PYTHONPATH": f"{tmp_path / 'fault'}:{ROOT}",
+            "PYTHONPATH": os.pathsep.join([str(tmp_path / "fault"), str(ROOT), os.environ.get("PYTHONPATH", "")]),
             "ENCODER_FAULT": action,
             "ENCODER_FOLDER": str(tmp_path / "encoded-text"),
             "ENCODER_MARK": str(tmp_path / "killed"),

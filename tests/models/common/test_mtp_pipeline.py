@@ -28,6 +28,7 @@ class Stages(nn.Module):
 
     logical_name = DecoderPipe.logical_name
     _logits = DecoderPipe._logits
+    token_losses = None
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()

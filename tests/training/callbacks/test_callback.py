@@ -335,7 +335,7 @@ def load_documented_callback() -> Callback:
     """Return the callback that docs/own_model.md shows, as it stands there."""
     section = (runs.ROOT / "docs" / "own_model.md").read_text(encoding="utf-8").split("## Your own callback")[1]
     lines = [line[4:] for line in section.split("\n## ")[0].splitlines() if line.startswith("    ")]
-    code = "\n".join(line for line in lines if not line.startswith("pretrain("))
+    code = "\n".join(line for line in lines if not line.startswith(("pretrain(", "bash ")))
     namespace: dict[str, Any] = {"torch": torch}
     exec(code, namespace)  # noqa: S102 - it is our own page
     callback: Callback = namespace["WeightNorm"]()
