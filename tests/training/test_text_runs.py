@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gzip
-import os
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
