@@ -8,9 +8,9 @@ TEXTS = {
     "intro": (
         "This tour shows what happens when training goes wrong. Each section runs the printed command, which you can "
         "repeat, and shows lines of its output. The faults are in examples/tour/faults.py. The tour takes about "
-        "five minutes on two CPU cores. Press Ctrl-C to stop it.",
+        "two minutes on two idle CPU cores. Press Ctrl-C to stop it.",
         "本程序演示训练出错时会发生什么。每节运行所打印的命令（可以自行重复），并摘录它的输出。故障由 "
-        "examples/tour/faults.py 注入。全部演示在两个 CPU 核上约需五分钟；按 Ctrl-C 停止。",
+        "examples/tour/faults.py 注入。全部演示在两个 CPU 核上约需两分钟；按 Ctrl-C 停止。",
     ),
     "running": ("running", "运行中"),
     "needed": ("{name} is needed for the comparison in {others}", "{others} 要与 {name} 的结果比较，因此先运行它"),

@@ -3,7 +3,7 @@
     bash run_gpt2.sh --tour
     bash run_gpt2.sh --tour kill nan
 
-Sections: train, kill, nan, leak, gradient, host. Without names, all sections run, in about five minutes on two CPU
+Sections: train, kill, nan, leak, gradient, host. Without names, all sections run, in about two minutes on two CPU
 cores. kill and host are compared with train, so train runs before them. The text is Chinese in a Chinese locale.
 
 Exit code 0: all sections ended as expected. 1: a fault was not detected; the tour ends there. 2: invalid arguments.
