@@ -78,22 +78,6 @@ def _raise(
 _raise_in_graph = torch.library.custom_op("megatron_tds::raise_maxima", _raise, mutates_args=("maxima",))
 
 
-@_raise_in_graph.register_fake
-def _(
-    maxima: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    mask: torch.Tensor | None,
-    starts: torch.Tensor | None,
-    positions: torch.Tensor | None,
-    first: int,
-    window: int,
-    scale: float,
-    first_head: int,
-) -> None:
-    return None
-
-
 @torch.no_grad()
 def max_logits(
     query: torch.Tensor,
