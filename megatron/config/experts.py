@@ -352,10 +352,11 @@ def _sinkhorn_problems(model: Any) -> Iterator[str]:
 
 def _layout_problems(config: Any) -> Iterator[str]:
     model, parallel, t = config.model, config.parallel, config.parallel.model_parallel_size
-    expert_flag = "--expert-tensor-parallel-size" if parallel.has_fewer_expert_shards else "--model-parallel-size"
+    tensor_flag = "--model-parallel-size"
+    expert_flag = "--expert-tensor-parallel-size" if parallel.has_fewer_expert_shards else tensor_flag
     for flag, size, ranks_flag, num_ranks in (
         ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size, expert_flag, parallel.expert_shards),
-        ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size, "--model-parallel-size", t),
+        ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size, tensor_flag, t),
     ):
         if size % num_ranks:
             yield f"{flag} must be a multiple of {ranks_flag}, got {size} and {num_ranks}. Change one of them"
