@@ -145,7 +145,7 @@ def schedule_entries(text: str) -> list[tuple[int, int]]:
     try:
         pairs = [entry.split(":") for entry in text.replace(",", " ").split()]
         entries = sorted((_parse_count(tokens), _parse_count(size)) for tokens, size in pairs)
-    except ValueError:
+    except (ValueError, ZeroDivisionError):
         raise ValueError(f"{SCHEDULE_FLAG} {_SCHEDULE_RULE}; got {text!r}") from None
     sizes = [0, *(size for _, size in entries)]
     if not entries or entries[0][0] or any(size <= previous for previous, size in zip(sizes, sizes[1:], strict=False)):

@@ -352,12 +352,14 @@ def _sinkhorn_problems(model: Any) -> Iterator[str]:
 
 def _layout_problems(config: Any) -> Iterator[str]:
     model, parallel, t = config.model, config.parallel, config.parallel.model_parallel_size
-    for flag, size in (
-        ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size),
-        ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size),
+    tensor_flag = "--model-parallel-size"
+    expert_flag = "--expert-tensor-parallel-size" if parallel.has_fewer_expert_shards else tensor_flag
+    for flag, size, ranks_flag, num_ranks in (
+        ("--moe-ffn-hidden-size", model.moe_ffn_hidden_size, expert_flag, parallel.expert_shards),
+        ("--moe-shared-expert-intermediate-size", model.moe_shared_expert_intermediate_size, tensor_flag, t),
     ):
-        if size % t:
-            yield f"{flag} must be a multiple of --model-parallel-size, got {size} and {t}. Change one of them"
+        if size % num_ranks:
+            yield f"{flag} must be a multiple of {ranks_flag}, got {size} and {num_ranks}. Change one of them"
     ep = parallel.expert_model_parallel_size
     if model.num_experts % ep:
         divisors = [n for n in range(1, model.num_experts + 1) if model.num_experts % n == 0]

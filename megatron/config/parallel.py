@@ -287,9 +287,9 @@ class ParallelConfig:
 
     @property
     def hierarchical_sizes(self) -> tuple[int, ...]:
-        """The numbers in ``hierarchical_context_parallel_sizes`` ("2 4" or "[2 4]"); empty if any is malformed."""
+        """The numbers in ``hierarchical_context_parallel_sizes`` ("2 4" or "[2 4]"); empty if any is not positive."""
         words = self.hierarchical_context_parallel_sizes.strip("[]").split()
-        return tuple(map(int, words)) if all(word.isdecimal() for word in words) else ()
+        return tuple(map(int, words)) if all(word.isdecimal() and int(word) > 0 for word in words) else ()
 
     @property
     def context_inner(self) -> int:

@@ -201,9 +201,8 @@ class ExpertCosts:
             num_router_tokens: tokens that the router processes.
         """
         h, shared = self.model.hidden_size, self.model.moe_shared_expert_intermediate_size
-        dense = (
-            (tokens if saves_gathered_inputs else num_router_tokens) * h * width
-        )  # saved by a dense block, or by the shared expert
+        num_saved_tokens = tokens if saves_gathered_inputs else num_router_tokens
+        dense = num_saved_tokens * h * width  # saved by a dense block, or by the shared expert
         router = num_router_tokens * h * max(width, 4) + (4 * h * int(self.model.num_experts) if width < 4 else 0)
         if not shared:
             return int(router - dense)
@@ -215,10 +214,8 @@ class ExpertCosts:
         For each weight, all experts' gradients exist at the same time until they are accumulated.
         """
         model, h, k = self.model, self.model.hidden_size, self.model.moe_router_topk
-        rows, f = (
-            self._num_routed_tokens(tokens, tensor) * k,
-            model.moe_ffn_hidden_size // self.num_shards(tensor),
-        )
+        rows = self._num_routed_tokens(tokens, tensor) * k
+        f = model.moe_ffn_hidden_size // self.num_shards(tensor)
         weights, entering = h * f * (model.num_experts // self.ranks), self.matrices - 1
         held = tokens // sequence * h  # the gradient of the residual stream
         if shared := model.moe_shared_expert_intermediate_size:  # its backward runs first

@@ -197,8 +197,8 @@ class Muon(torch.optim.Optimizer):
         for weight, (main_param, _) in zip(weights, main_params, strict=True):
             self._make_state(weight, main_param)
         updates = [self._update_momentum(main_param) for main_param, _ in main_params]
-        # Skip the exchange if all learning rates are 0, for example if a caller only creates the states.
-        if not any(group["lr"] for _, group in main_params):
+        # With a rate of 0, as in the first step of Megatron's warm-up, weights do not change, but second moments do.
+        if self._args.adaptive is None and not any(group["lr"] for _, group in main_params):
             return
         moments = None
         if self._args.moment2_method == "normuon":

@@ -230,12 +230,9 @@ def build_optimizer(
 def _muon_weight(parameter: torch.nn.Parameter, tensor: Group, store: ParamStore, args: MuonArgs) -> MuonWeight:
     matrices = matrices_of(parameter)
     assert matrices is not None
-    num_replicas, is_expert = (
-        store.group_of(parameter).size if store.zero_stage else 1,
-        is_reduced_by_optimizer(parameter),
-    )
+    is_expert = is_reduced_by_optimizer(parameter)
     tensor_group = tensor if store.expert_tensor_group is None or not is_expert else store.expert_tensor_group
-    partition = MatrixPartition.of(parameter, tensor_group, num_replicas)
+    partition = MatrixPartition.of(parameter, tensor_group, store.num_shards(parameter))
     return MuonWeight(partition, args.matrices(matrices), is_expert)
 
 

@@ -191,6 +191,13 @@ class ParamStore:
         """True if the main params are sharded over several replicas, from ZeRO 1 on."""
         return self._shards_params and self.data_group.size > 1
 
+    def num_shards(self, parameter: torch.Tensor) -> int:
+        """Return the number of ranks over which ZeRO shards the main param of ``parameter``, registered or not.
+
+        Without several replicas nothing is sharded, even if tensor ranks hold copies of an expert.
+        """
+        return self.group_of(parameter).size if self._shards_params else 1
+
     def is_sharded(self, parameter: torch.nn.Parameter) -> bool:
         """Return True if each replica holds only a shard of the main param."""
         return parameter in self._partitions

@@ -209,7 +209,9 @@ def _tensor_split_sizes(planner: Planner) -> list[int]:
     mixers = recurrent_mixers(model)
     sizes += [model.linear_num_key_heads] if mixers & DELTA_MIXERS else []
     sizes += [model.mamba_num_heads] if MAMBA2 in mixers else []
-    return [*sizes, model.moe_ffn_hidden_size, model.moe_shared_expert_intermediate_size]
+    if not planner.config.expert_sizes[1]:  # otherwise the tensor axis does not split experts, or only partly
+        sizes.append(model.moe_ffn_hidden_size)
+    return [*sizes, model.moe_shared_expert_intermediate_size]
 
 
 def _micro_batches(samples: int) -> list[int]:

@@ -391,12 +391,12 @@ def _zero_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
         parallel, (num_ranks, _) = config.parallel, config.expert_sizes
         copies_per_replica = parallel.model_parallel_size // parallel.expert_shards if config.model.num_experts else 1
         expert_replicas = replicas * copies_per_replica // num_ranks
-        is_apart = num_ranks > 1 or copies_per_replica > 1
-        holders = "ranks" if copies_per_replica > 1 else "replicas"
-        experts_text = f"; {expert_replicas} {holders} share those of each expert" if is_apart else ""
-        experts_text = (
-            "; each expert is on one replica, which shards nothing of it" if expert_replicas == 1 else experts_text
-        )
+        experts_text = ""
+        if expert_replicas == 1:
+            experts_text = "; each expert is on one replica, which shards nothing of it"
+        elif num_ranks > 1 or copies_per_replica > 1:
+            holders = "ranks" if copies_per_replica > 1 else "replicas"
+            experts_text = f"; {expert_replicas} {holders} share those of each expert"
         yield "ZeRO", f"stage {settings.zero_stage}: {replicas} replicas share {names}{experts_text}"
     states = f"main params and optimizer states, updated there by {settings.cpu_adam}'s AdamW"
     if settings.is_muon:

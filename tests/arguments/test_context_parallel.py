@@ -60,6 +60,11 @@ def test_data_parallel_size_excludes_context_axis() -> None:
             ["whose product is --context-parallel-size 2, got 2 2"],
         ),
         (
+            f"{CP2_FLAGS} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 0 2",
+            "gpt2",
+            ["whose product is --context-parallel-size 2, got 0 2"],
+        ),
+        (
             f"{CP2_FLAGS} --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 1 --num-attention-heads 1",
             "gpt2",
             ["--cp-comm-type a2a+p2p distributes", "--num-attention-heads must be a multiple of 1 x 2 = 2, got 1"],

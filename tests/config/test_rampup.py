@@ -76,6 +76,7 @@ def test_scheduled_batch_changes_at_token_counts() -> None:
         ("", "must be TOKENS:SAMPLES entries"),
         ("0:4 100", "must be TOKENS:SAMPLES entries"),
         ("0:4 100:x", "must be TOKENS:SAMPLES entries"),
+        ("0:4 1/0:8", "must be TOKENS:SAMPLES entries"),
         ("8:4 100:10", "the first from 0"),
         ("0:4 100:2 200:10", "with increasing numbers"),
         ("0:4 4:10", "must use every size for at least one sample of 8 tokens"),

@@ -14,6 +14,7 @@ from megatron.config import parse
 from megatron.config.newton_schulz import step_coefficients
 from megatron.mpu.matrices import set_matrices
 from megatron.optim import MuonArgs, build_optimizer
+from megatron.optim.lr_scheduler import set_learning_rate
 from megatron.optim.moment2 import AdaptiveArgs
 from megatron.optim.newton_schulz import newton_schulz
 from megatron.training.state_records import make_moments
@@ -44,8 +45,14 @@ def train_ours(args: MuonArgs, dtype: torch.dtype, steps: int) -> tuple[list[nn.
     optimizer = build_optimizer(weights, name="muon", lr=LR, weight_decay=DECAY, dtype=dtype, muon=args)
     for step in range(steps):
         set_random_grads(weights, step)
+        set_learning_rate(optimizer, rate_of(step))
         optimizer.step()
     return weights, optimizer
+
+
+def rate_of(step: int) -> float:
+    """Return the learning rate of ``step``: 0 in the first one, as in a warm-up of Megatron."""
+    return LR if step else 0.0
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -76,7 +83,8 @@ def test_steps_follow_formula(method: str, nesterov: bool) -> None:
                 v.mul_(0.8).add_(0.2 * means)
                 normalized = o / v.clamp(min=1e-4).sqrt()
                 normalized = normalized * o.norm() / normalized.norm()
-            weight.data = (1 - LR * DECAY) * weight.data - LR * max(1, m / n) ** 0.5 * normalized
+            lr = rate_of(step)
+            weight.data = (1 - lr * DECAY) * weight.data - lr * max(1, m / n) ** 0.5 * normalized
     for weight, other in zip(weights, expected, strict=True):
         assert (weight - other).abs().max() <= 1e-13
 
@@ -101,6 +109,7 @@ def test_steps_equal_emerging_optimizers(method: str, precision: str, mode: str)
         reference = module.AdaptiveMuon(expected, **settings, moment2_method=method)
     for step in range(20):
         set_random_grads(expected, step)
+        reference.param_groups[0]["lr"] = rate_of(step)
         reference.step()
     weights, optimizer = train_ours(args, torch.float32, 20)
     for weight, other in zip(weights, expected, strict=True):

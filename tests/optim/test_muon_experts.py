@@ -39,8 +39,9 @@ def make_weights(grid: Grid, expert: int, *, is_distributed: bool) -> dict[str, 
     weights = {}
     for name, shape in SHAPES.items():
         dim = PARTITION_DIMS[name]
-        size = shape[dim] // grid.tensor.size
-        shard = Shard(shape, dim, grid.tensor.rank * size, size)
+        group = grid.expert_tensor if name.startswith("expert") else grid.tensor
+        size = shape[dim] // group.size
+        shard = Shard(shape, dim, group.rank * size, size)
         weight = set_shard(nn.Parameter(shard.narrow(full_value(name, expert, 0)).contiguous()), shard)
         set_matrices(weight, (2, 1) if name == "packed" else ())
         weights[name] = set_expert(weight) if is_distributed and name.startswith("expert") else weight
@@ -62,10 +63,11 @@ def train(weights: dict[str, nn.Parameter], expert: int, args: MuonArgs, **optio
     return {name: weight.detach() for name, weight in weights.items()}
 
 
-def compare_ranks(rank: int, tensor: int, world_size: int) -> dict[str, float]:
+def compare_ranks(rank: int, world_size: int, sizes: dict[str, int]) -> dict[str, float]:
     """Return the largest difference of this rank's weights from one process that holds the same expert."""
-    grid = build_grid(Topology.from_world_size(world_size, tensor=tensor, pipe=1, expert=EP), rank)
+    grid = build_grid(Topology.from_world_size(world_size, pipe=1, **sizes), rank)
     groups = {"tensor": grid.tensor, "data": grid.data_context, "expert_data": grid.expert_data}
+    groups["expert_tensor"] = grid.expert_tensor
     expert, differences = grid.expert.rank, {}
     for method, args in ARGS.items():
         single = single_grid()
@@ -81,9 +83,17 @@ def compare_ranks(rank: int, tensor: int, world_size: int) -> dict[str, float]:
     return differences
 
 
-@pytest.mark.parametrize(("tensor", "world_size"), [(1, 4), pytest.param(2, 8, marks=pytest.mark.slow)])
-def test_expert_updates_equal_those_of_one_process(tensor: int, world_size: int) -> None:
-    for differences in run_ranks(world_size, compare_ranks, tensor, world_size):
+@pytest.mark.parametrize(
+    ("world_size", "sizes"),
+    [
+        (4, {"tensor": 1, "expert": EP}),
+        (2, {"tensor": 2, "expert": 1, "expert_tensor": 1}),  # one replica, whose ranks hold copies of the experts
+        pytest.param(8, {"tensor": 2, "expert": EP}, marks=pytest.mark.slow),
+        pytest.param(4, {"tensor": 2, "expert": EP, "expert_tensor": 1}, marks=pytest.mark.slow),
+    ],
+)
+def test_expert_updates_equal_those_of_one_process(world_size: int, sizes: dict[str, int]) -> None:
+    for differences in run_ranks(world_size, compare_ranks, world_size, sizes):
         assert len(differences) == 9 and max(differences.values()) <= 1e-12, differences
 
 

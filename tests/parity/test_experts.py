@@ -112,6 +112,7 @@ LAYOUTS = [
                 )
             ),
             (BIASES, (2, 1, 2), f"{EP} 4 {UNSHARDED_EXPERTS} {ZERO} 1", 1),
+            (BALANCED, (2, 2, 1), f"{UNSHARDED_EXPERTS} {ZERO} 2 --optimizer muon", 1),
             (DEEPSEEK, (2, 2, 2), f"{EP} 2 {UNSHARDED_EXPERTS} {ZERO} 3", 1),
             (BALANCED, (2, 1, 1), f"{EP} 4 {UNSHARDED_EXPERTS}", 2),
             (BALANCED, (1, 1, 1), f"{EP} 2", 2),

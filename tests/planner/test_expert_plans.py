@@ -149,6 +149,16 @@ def test_candidates_split_experts_evenly() -> None:
     assert {layout.expert for layout in candidates(dense_planner, request)} == {1}
 
 
+def test_candidates_do_not_split_unsharded_experts() -> None:
+    """With --expert-tensor-parallel-size 1, the tensor size need not divide the width of an expert."""
+    planner = Planner(make_config(expert_tensor_parallel_size=1, moe_ffn_hidden_size=2049), H100)
+    layouts = list(candidates(planner, SearchSpec(world_size=4, global_batch_size=8)))
+    assert {layout.tensor for layout in layouts} == {1, 2, 4}
+    for layout in layouts[::11]:
+        assert not problems(planner.config, layout)
+        assert planner.estimate(layout).max_bytes >= min_bytes(planner, layout) * (1 - 1e-9)
+
+
 def test_search_matches_exhaustive_search() -> None:
     planner = Planner(PLANNER.config, replace(H100, memory_bytes=12 * 10**9))
     request, usable_bytes = SearchSpec(world_size=4, global_batch_size=8, num_layouts=3), planner.machine.usable_bytes

@@ -73,7 +73,8 @@ class SharedMask:
 # between ranks.
 #
 # With context parallelism the rows are this rank's queries, [b or 1, ..., s/c, s], or with --cp-comm-type a2a the
-# queries of its heads, [b or 1, a/tc, s, s]. The ranks of the context group exchange segment ids.
+# queries of its heads, [b or 1, a/tc, s, s]. With a2a+p2p and n ranks in the inner group, they are [b or 1, a/tn, sn/c,
+# s]. Layers with another type have other masks (``of_layer``). The ranks of the context group exchange segment ids.
 
 
 class Masks:
@@ -93,9 +94,8 @@ class Masks:
         # True if layers need a mask even without segment ids
         self.is_always_needed = self.slopes is not None or bool(self.window) or self._has_query_shard
         self._causal_masks: dict[bool, torch.Tensor | None] = {False: None, True: None}
-        self._document_masks, self._cached_pass_masks = (
-            {has_window: LastValueCache() for has_window in (False, True)} for _ in range(2)
-        )
+        self._document_masks = {has_window: LastValueCache() for has_window in (False, True)}
+        self._cached_pass_masks = {has_window: LastValueCache() for has_window in (False, True)}
         self._document_starts, self._full_starts = LastValueCache(), LastValueCache()
         self._zero_starts: torch.Tensor | None = None
         self._masks_by_type: dict[Any, Masks] = {parallel.cp_comm_type: self}

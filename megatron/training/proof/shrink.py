@@ -176,8 +176,9 @@ def _shrink_parallel(config: Config, world_size: int, device_type: str, notes: l
 
     def expert_shards() -> int:
         """Return the number of tensor ranks that shard an expert: fewer than all if that is so in the run."""
-        is_lower = sizes["tensor"] < original_sizes["tensor"] and parallel.has_fewer_expert_shards
-        return 1 if is_lower else parallel.expert_shards if parallel.has_fewer_expert_shards else sizes["tensor"]
+        if not parallel.has_fewer_expert_shards:
+            return sizes["tensor"]
+        return parallel.expert_shards if sizes["tensor"] == original_sizes["tensor"] else 1
 
     def lower_data() -> None:
         """Set the smallest number of replicas (2 if possible) over which ``expert`` expert ranks can be distributed."""

@@ -472,14 +472,16 @@ def test_group_score_topk_must_fit_groups(flags: str, message: str) -> None:
 def test_rejects_invalid_moe_layouts_together() -> None:
     flags = "--num-experts 6 --expert-model-parallel-size 4 --expert-tensor-parallel-size 1".split()
     flags += "--model-parallel-size 2 --moe-ffn-hidden-size 9 --batch-size 1 --data-path none".split()
+    flags += ["--moe-shared-expert-intermediate-size", "9"]
     with pytest.raises(ConfigError) as excinfo:
         parse(flags, world_size=4)
     for message in (
         "--expert-model-parallel-size must divide --num-experts, got 4 and 6. Use one of [1, 2, 3, 6]",
         "--expert-tensor-parallel-size 1 with --model-parallel-size 2 needs --sequence-parallel",
-        "--moe-ffn-hidden-size must be a multiple of --model-parallel-size, got 9 and 2",
+        "--moe-shared-expert-intermediate-size must be a multiple of --model-parallel-size, got 9 and 2",
     ):  # fmt: skip
         assert message in str(excinfo.value)
+    assert "--moe-ffn-hidden-size" not in str(excinfo.value), "unsharded experts may have any width"
 
 
 @pytest.mark.parametrize(
@@ -492,6 +494,11 @@ def test_rejects_invalid_moe_layouts_together() -> None:
         ),
         ("--sequence-parallel --expert-tensor-parallel-size 3", "must divide --model-parallel-size, got 3 and 4"),
         ("--expert-tensor-parallel-size 2", "with --model-parallel-size 4 needs --sequence-parallel"),
+        (
+            "--sequence-parallel --expert-tensor-parallel-size 2 --moe-ffn-hidden-size 9",
+            "--moe-ffn-hidden-size must be a multiple of --expert-tensor-parallel-size, got 9 and 2",
+        ),
+        ("--moe-ffn-hidden-size 9", "--moe-ffn-hidden-size must be a multiple of --model-parallel-size, got 9 and 4"),
     ],
 )
 def test_expert_groups_must_fit_the_ranks(layout: str, message: str) -> None:
