@@ -14,6 +14,7 @@ from megatron.training.callbacks.tracker import Tracker
 DEFAULT_EXPERIMENT = "Default"
 """MLflow's experiment without MLFLOW_EXPERIMENT_NAME."""
 _MAX_PARAMS_PER_CALL = 100
+_MAX_METRICS_PER_CALL = 1000
 _MAX_PARAM_LENGTH = 500
 
 
@@ -51,7 +52,8 @@ class MLflow(Tracker):
     def send(self, record_type: str, step: int, values: Mapping[str, float]) -> None:
         time_ms = int(1000 * time.time())
         metrics = [self._metric_class(metric_name(name), value, time_ms, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        for first in range(0, len(metrics), _MAX_METRICS_PER_CALL):
+            self._client.log_batch(self._id, metrics=metrics[first : first + _MAX_METRICS_PER_CALL])
 
     def finish(self, *, has_failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if has_failed else "FINISHED")

@@ -152,7 +152,7 @@ class Tracker(Callback):
             self._read_run(recorded_steps or {})
         try:
             run_id = self.open_run(config, folder, self._run_id)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # some packages call sys.exit without credentials
             problem = mask_secrets(f"{type(error).__name__}: {error}")
             if is_restart:
                 log.warning(f"no records are sent to {self.service} ({problem}). Training continues")
@@ -203,7 +203,7 @@ class Tracker(Callback):
             while (record := self._pending.get()) is not None:
                 self.send(*record)
             self.finish(has_failed=self._has_failed_run)
-        except Exception as error:
+        except BaseException as error:  # some packages call sys.exit
             self._report_failure(f"{type(error).__name__}: {error}")
             while record is not None:  # keeps the queue from filling up until ``close``
                 record = self._pending.get()
