@@ -49,7 +49,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--positions", action="store_true", help="also list the tokens of each rank, with context parallelism"
     )
-    return parser.parse_args(argv)
+    flags = parser.parse_args(argv)
+    if flags.text is not None and not flags.text.strip():
+        parser.error(f"--text must be a text of the document, got {flags.text!r}")
+    return flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -132,13 +132,18 @@ class Audit:
         return int(lengths[document])
 
     def documents_with(self, text: str, corpus_idx: int) -> list[int]:
-        """Find the documents that contain ``text``, by decoding every document."""
+        """Find the documents that contain ``text``, by decoding every document.
+
+        ``text`` is also searched as the tokenizer returns it, because some tokenizers change characters.
+        """
         source = self.parts[corpus_idx][1].token_file
+        texts = {text, self.tokenizer.decode(self.tokenizer.encode(text)).strip()} - {""}
         documents = []
         for document in range(len(source.document_lengths)):
             tokens = source.read(document).astype(np.int64)
             tokens = np.where(tokens < 0, ~tokens, tokens)  # tokens with a loss in conversations are stored as ~id
-            if text in self.tokenizer.decode(tokens.tolist()):
+            decoded = self.tokenizer.decode(tokens.tolist())
+            if any(text in decoded for text in texts):
                 documents.append(document)
         return documents
 

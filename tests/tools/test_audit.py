@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from megatron.data.collate import Collate
@@ -108,3 +110,24 @@ def test_skipped_steps_and_excluded_documents_are_not_reported_as_read(
     assert "step 5 was skipped by --iterations-to-skip; it read none of these samples:" in capsys.readouterr().out
     assert tool.main([str(run), "--step", "7"]) == 0
     assert "step 7 is not recorded yet, the last step is 6" in capsys.readouterr().out
+
+
+def test_text_is_found_as_the_tokenizer_returns_it() -> None:
+    """As with CPM's vocabulary, which replaces full-width punctuation."""
+
+    class Lossy:
+        def encode(self, text: str) -> list[int]:
+            return [ord(char) for char in text.replace("，", ",")]
+
+        def decode(self, ids: list[int]) -> str:
+            return " " + "".join(map(chr, ids))
+
+    documents = ["从前，有", "从后"]
+    token_file = SimpleNamespace(
+        document_lengths=[4, 2], read=lambda document: np.array(Lossy().encode(documents[document]), np.int32)
+    )
+    audit = Audit.__new__(Audit)
+    audit.parts, audit.tokenizer = cast(Any, [("a", SimpleNamespace(token_file=token_file))]), Lossy()
+    assert audit.documents_with("从前，", 0) == [0] and audit.documents_with("从", 0) == [0, 1]
+    with pytest.raises(SystemExit):
+        tool.parse_args(["runs/x", "--text", " "])

@@ -6,7 +6,9 @@ import json
 import os
 import queue
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -184,8 +186,10 @@ class Tracker(Callback):
         if thread is None:
             return
         self._has_failed_run = has_failed
-        self._pending.put(None)
-        thread.join(CLOSE_TIMEOUT_S)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        with suppress(queue.Full):  # the service does not answer
+            self._pending.put(None, timeout=CLOSE_TIMEOUT_S)
+        thread.join(max(deadline - time.monotonic(), 0.0))
         if thread.is_alive():
             log.warning(
                 f"{self.service} did not receive all records within {CLOSE_TIMEOUT_S:g} s. {self.pending_advice}"
