@@ -116,8 +116,9 @@ def write_excluded(folder: Path, exclusion: str, excluded: Mapping[str, np.ndarr
     """
     ranges = {}
     for corpus, documents in excluded.items():
-        runs = np.split(documents, np.flatnonzero(np.diff(documents) > 1) + 1) if len(documents) else []
-        ranges[corpus] = [[int(run[0]), int(run[-1])] for run in runs]
+        is_first = np.diff(documents, prepend=-2) > 1
+        is_last = np.append(is_first[1:], True)[: len(documents)]
+        ranges[corpus] = np.stack([documents[is_first], documents[is_last]], axis=1).tolist()
     files.replace_bytes(_excluded_path(folder, exclusion), json.dumps(ranges).encode() + b"\n")
 
 
