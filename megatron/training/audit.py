@@ -135,7 +135,12 @@ class Audit:
         """Find the documents that contain ``text``, by decoding every document.
 
         ``text`` is also searched as the tokenizer returns it, because some tokenizers change characters.
+
+        Raises:
+            DataError: the run has no tokenizer.
         """
+        if self.tokenizer is None:
+            raise DataError("--text needs a run with a tokenizer, got none. Name a document with --document")
         source = self.parts[corpus_idx][1].token_file
         texts = {text, self.tokenizer.decode(self.tokenizer.encode(text)).strip()} - {""}
         documents = []

@@ -11,8 +11,11 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from megatron.config import parse
 from megatron.data.collate import Collate
+from megatron.errors import DataError
 from megatron.training.audit import Audit
+from megatron.training.audit import _read_config as read_config
 from tests.helpers.runs import make_flags, train_ranks, write_corpus
 from tools import audit as tool
 
@@ -131,3 +134,14 @@ def test_text_is_found_as_the_tokenizer_returns_it() -> None:
     assert audit.documents_with("从前，", 0) == [0] and audit.documents_with("从", 0) == [0, 1]
     with pytest.raises(SystemExit):
         tool.parse_args(["runs/x", "--text", " "])
+    audit.tokenizer = None
+    with pytest.raises(DataError, match="--text needs a run with a tokenizer"):
+        audit.documents_with("从", 0)
+
+
+def test_settings_use_cache_next_to_run_folder_and_no_list(tmp_path: Path) -> None:
+    """The token files of text are next to the run folder; the list of --exclude may have been deleted."""
+    flags = "--data-path none --vocab-size 9 --dry-run --seq-length 16 --save elsewhere/run --exclude gone.txt"
+    (tmp_path / "config.json").write_text(json.dumps(parse(flags.split(), world_size=1).to_dict()))
+    config = read_config(tmp_path, 1)
+    assert config.checkpoint.save == str(tmp_path) and config.data.exclude is None and config.data.data_path == "none"
