@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -70,11 +71,13 @@ def _construct(spec: CallbackSpec, module: ModuleType) -> Callback:
             "constructor is called without arguments"
         ) from error
     _check_hooks(spec, callback)
+    if os.environ.get("RANK", "0") == "0":
+        _warn_of_unknown_hooks(spec, callback)
     return callback
 
 
 def _check_hooks(spec: CallbackSpec, callback: Callback) -> None:
-    """Check the parameters of the hooks, and warn of methods that look like hooks but are never called."""
+    """Raise ConfigError if a hook cannot be called with its arguments."""
     for hook in HOOKS:
         names = [name for name in inspect.signature(getattr(Callback, hook)).parameters if name != "self"]
         try:
@@ -84,11 +87,17 @@ def _check_hooks(spec: CallbackSpec, callback: Callback) -> None:
                 f"--callback {spec}: {hook} must accept the arguments ({', '.join(names)}), got an error: {error}. "
                 "Correct its parameters"
             ) from error
+        except ValueError:  # a built-in function without a signature
+            continue
+
+
+def _warn_of_unknown_hooks(spec: CallbackSpec, callback: Callback) -> None:
+    """Warn of methods whose names begin as hooks do, such as on_step_ends."""
     for name in dir(type(callback)):
         if name.startswith("on_") and not hasattr(Callback, name) and callable(getattr(type(callback), name)):
             close = difflib.get_close_matches(name, HOOKS, 1)
             hint = f". Did you mean {close[0]}?" if close else f"; the hooks are {', '.join(HOOKS)}"
-            log.warning(f"--callback {spec}: {name} is not a hook and is never called{hint}")
+            log.warning(f"--callback {spec}: {name} is not a hook, so the trainer does not call it{hint}")
 
 
 def _describe(error: BaseException, path: Path) -> str:

@@ -101,7 +101,10 @@ def test_hook_with_other_parameters_is_an_error(tmp_path: Path, capsys: pytest.C
     with pytest.raises(ConfigError, match=r"mine.py:Many: on_save must accept the arguments \(\), got"):
         load_callbacks(f"{tmp_path / 'mine.py'}:Many")
     load_callbacks(f"{tmp_path / 'mine.py'}:Any {tmp_path / 'mine.py'}:Other")
-    assert "Other: on_step_ends is not a hook and is never called. Did you mean on_step_end?" in capsys.readouterr().err
+    assert (
+        "on_step_ends is not a hook, so the trainer does not call it. Did you mean on_step_end?"
+        in capsys.readouterr().err
+    )
 
 
 def test_repeated_flag_adds_and_file_takes_list(tmp_path: Path, file: Path) -> None:
