@@ -176,7 +176,12 @@ def test_close_ends_when_queue_is_full_and_service_does_not_answer(
     monkeypatch.setattr(tracker, "MAX_PENDING_RECORDS", 1)
     callback = start_wandb("--wandb-project p", tmp_path)
     started, release = threading.Event(), threading.Event()
-    monkeypatch.setattr(callback, "send", lambda *record: (started.set(), release.wait(30)))
+
+    def wait(*record: Any) -> None:
+        started.set()
+        release.wait(30)
+
+    monkeypatch.setattr(callback, "send", wait)
     callback.write("train", 1, {"loss": 1.0})
     assert started.wait(30)
     callback.write("train", 2, {"loss": 1.0})
