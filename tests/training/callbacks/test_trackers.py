@@ -185,7 +185,9 @@ def test_close_ends_when_queue_is_full_and_service_does_not_answer(
     callback.write("train", 1, {"loss": 1.0})
     assert started.wait(30)
     callback.write("train", 2, {"loss": 1.0})
+    start = time.monotonic()
     callback.close()
+    assert time.monotonic() - start < 15.0  # without a limit, ``close`` waits 30 s for the service
     release.set()
     assert "did not receive all records" in capsys.readouterr().err
 
