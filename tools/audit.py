@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,7 +49,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--positions", action="store_true", help="also list the tokens of each rank, with context parallelism"
     )
-    return parser.parse_args(argv)
+    flags = parser.parse_args(argv)
+    if flags.text is not None and not flags.text.strip():
+        parser.error(f"--text must be a text of the document, got {flags.text!r}")
+    return flags
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,13 +85,16 @@ def document_lines(audit: Audit, flags: argparse.Namespace, console: Console) ->
             readings = list(audit.readings_of(corpus_idx, document, flags.until))
             yield (
                 f"document {document} of {audit.corpus_name(corpus_idx)}, {audit.num_tokens(corpus_idx, document)} "
-                f"tokens: read in {len(readings)} samples up to step {audit.last_step(flags.until)}"
+                f"tokens: {format_effects(readings)} up to step {audit.last_step(flags.until)}"
             )
             losses = audit.losses_of_document(corpus_idx, document)
             for reading in readings:
                 loss = audit.step_losses.get(reading.step)
                 loss_text = "" if loss is None else f", step loss {loss:.4f}"
-                yield f"  {format_reading(reading)}{loss_text}{format_loss(losses.get(reading.step))}"
+                yield (
+                    f"  {format_reading(reading)}{loss_text}{format_loss(losses.get(reading.step))}"
+                    f"{format_effect(reading)}"
+                )
                 if flags.positions:
                     yield from chunk_lines(reading)
         if flags.text is not None and not documents:
@@ -97,6 +104,10 @@ def document_lines(audit: Audit, flags: argparse.Namespace, console: Console) ->
 def step_lines(audit: Audit, flags: argparse.Namespace) -> Iterator[str]:
     """Yield lines about the samples of one step."""
     losses = audit.losses_of_step(flags.step)
+    if flags.step > audit.last_step():
+        yield f"step {flags.step} is not recorded yet, the last step is {audit.last_step()}; it will read:"
+    elif audit.is_skipped(flags.step):
+        yield f"step {flags.step} was skipped by --iterations-to-skip; it read none of these samples:"
     for sample, readings in audit.samples_of_step(flags.step):
         first = readings[0]
         yield f"step {flags.step}, sample {sample}: replica {first.reader.replica}, {format_ranks(first.reader.ranks)}"
@@ -104,7 +115,7 @@ def step_lines(audit: Audit, flags: argparse.Namespace) -> Iterator[str]:
             yield (
                 f"  {reading.corpus} document {reading.document}, tokens {reading.offset}-"
                 f"{reading.offset + reading.length - 1}, at position {reading.position} of the sample"
-                f"{format_loss(losses.get((reading.corpus, reading.document)))}"
+                f"{format_loss(losses.get((reading.corpus, reading.document)))}{format_effect(reading)}"
             )
         if flags.positions:
             yield from chunk_lines(first)
@@ -117,6 +128,23 @@ def format_reading(reading: Reading) -> str:
         f"of the document, at position {reading.position} of the sample, replica {reading.reader.replica}, "
         f"micro-batch {reading.reader.micro_batch}, {format_ranks(reading.reader.ranks)}"
     )
+
+
+def format_effects(readings: Sequence[Reading]) -> str:
+    """Format as "read in 3 samples, skipped in 1, excluded in 2"."""
+    counts = Counter(reading.effect for reading in readings)
+    others = "".join(f", {effect} in {counts[effect]}" for effect in ("skipped", "excluded") if counts[effect])
+    return f"read in {counts['read']} samples{others}"
+
+
+def format_effect(reading: Reading) -> str:
+    """Format why the tokens were not trained on; return "" if they were."""
+    texts = {
+        "read": "",
+        "skipped": ", not read: the step was skipped (--iterations-to-skip)",
+        "excluded": ", no loss: the document was excluded (--exclude)",
+    }
+    return texts[reading.effect]
 
 
 def format_loss(loss: DocumentLoss | None) -> str:

@@ -66,7 +66,7 @@ if [ -n "$is_tour" ]; then
 fi
 home=$root
 if [ ! -e "$home/ds_config_$model.json" ]; then home=$root/examples/$model; fi
-if [ -n "${program:-}" ]; then program=$root/$program; else program=$home/pretrain_$model.py; fi
+if [ -z "${program:-}" ]; then program=$home/pretrain_$model.py; elif [[ $program != /* ]]; then program=$root/$program; fi
 is_dry=
 is_help=
 has_data=$DATA_PATH

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 MASK = "***"
-_USER_INFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+_USER_INFO = re.compile(r"""(?<=://)[^/?#\s"']+(?=@)""")
 _QUERY_SECRET = re.compile(
     r"(?i)(?<=[?&;])([^=&\s]*(?:token|key|secret|password|passwd|sig|credential)[^=&\s]*)=[^&\s'\"#]+"
 )

@@ -120,7 +120,7 @@ def read_excluded(paths: BlendPaths, opened: Mapping[str, OpenCorpus]) -> dict[s
     """
     if paths.exclude is None:
         return None
-    num_documents = [corpus.token_file.num_documents for corpus in opened.values()]
+    num_documents = [corpus.finished_file.num_documents for corpus in opened.values()]
     return Exclusion.read(paths.exclude).by_prefix(list(opened), num_documents)
 
 

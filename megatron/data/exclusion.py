@@ -18,7 +18,8 @@ from megatron.data.blend_paths import short_names
 from megatron.errors import DataError
 
 FLAG = "--exclude"
-_IDS = re.compile(r"(\d+)(?:-(\d+))?")
+_IDS = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
+_COMMENT = re.compile(r"(^|\s)#.*")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,9 @@ class Exclusion:
 
     @classmethod
     def read(cls, path: str) -> Exclusion:
-        """Read a list with one entry per line: "[CORPUS] ID" or "[CORPUS] FIRST-LAST"; "#" starts a comment.
+        """Read a list with one entry per line: "[CORPUS] ID" or "[CORPUS] FIRST-LAST".
+
+        "#" at the start of a line or after a space starts a comment.
 
         Ids count a token file's documents, or the conversations of an --sft file, from 0. CORPUS is the path in the
         data flags, or its last components.
@@ -44,30 +47,30 @@ class Exclusion:
             DataError: the file cannot be read, or a line has another form.
         """
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"{FLAG} must name a readable text file, got {path}: {error}. Correct the path") from error
         ranges = []
         for line_number, line in enumerate(lines, 1):
-            text = line.partition("#")[0].strip()
+            text = _COMMENT.sub("", line).strip()
             if not text:
                 continue
-            corpus, _, ids = text.rpartition(" ")
+            *corpus_words, ids = text.rsplit(maxsplit=1)
             match = _IDS.fullmatch(ids)
             if match is None or int(match[2] or match[1]) < int(match[1]):
                 raise DataError(
                     f"{FLAG} {path}, line {line_number}: must be a document or a range of documents, with a corpus "
                     f"before it if there are several, such as 17, 20-29 or data/web 17; got {text!r}"
                 )
-            ranges.append((corpus.strip(), int(match[1]), int(match[2] or match[1]), line_number))
+            ranges.append(("".join(corpus_words), int(match[1]), int(match[2] or match[1]), line_number))
         return cls(path, tuple(ranges))
 
-    def by_prefix(self, prefixes: Sequence[str], num_documents: Sequence[int | None]) -> dict[str, np.ndarray]:
+    def by_prefix(self, prefixes: Sequence[str], num_documents: Sequence[int]) -> dict[str, np.ndarray]:
         """Return each corpus's excluded documents: int64, ascending.
 
         Args:
             prefixes: the corpora of all splits.
-            num_documents: documents in each corpus; None for text that is being encoded, whose entries are not checked.
+            num_documents: documents in each corpus.
 
         Raises:
             DataError: an entry names no corpus or document of the run.
@@ -85,7 +88,7 @@ class Exclusion:
                     f"{corpus or 'none'}. Write CORPUS ID"
                 )
             count = counts[prefix]
-            if count is not None and last >= count:
+            if last >= count:
                 raise DataError(
                     f"{FLAG} {self.path}, line {line_number}: {prefix} has the documents 0 to {count - 1}, got {last}"
                 )

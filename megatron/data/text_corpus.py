@@ -48,6 +48,8 @@ _REPORT_INTERVAL_S = 30.0
 _MAX_KILLED = 3
 """Number of killed encoders after which this process raises an error."""
 _LARGE_BYTES = 4 << 30
+_MAX_NAME_CHARS = 48
+"""Characters of the corpus's name in the cache folder's name, which has at most 255 bytes."""
 _MAX_SAMPLED_FILES, _SAMPLES_PER_FILE, _SAMPLE_BYTES = 64, 16, 1 << 16
 
 
@@ -146,7 +148,8 @@ class TextCorpus:
         self.num_bytes = sum(size for _, size, _ in files)
         values = [_FORMAT, self.source, files, settings.identity.split(".")[0], settings.tokenizer["eod_token"]]
         key = hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
-        self.folder = settings.cache_folder / f"{Path(path).name.split('.')[0]}-{key}"
+        name = Path(path).name.split(".")[0][:_MAX_NAME_CHARS]
+        self.folder = settings.cache_folder / f"{name}-{key}"
         self.prefix = str(self.folder / "tokens")
         self._process: subprocess.Popen[bytes] | None = None
         self._failure_pipe = -1

@@ -34,7 +34,8 @@ def encode(arguments: EncoderArguments) -> preprocess.Summary:
         DataError, UnitError: see ``preprocess.run``.
     """
     build = functools.partial(tokenizer.build, **arguments.tokenizer)
-    earlier = read_plan(shard_folder_path(arguments.prefix))
+    shard_folder = shard_folder_path(arguments.prefix)
+    earlier = read_plan(shard_folder)
     if earlier is not None and "--gigatoken" in earlier.options:
         use_gigatoken = bool(earlier.options["--gigatoken"])
     else:
@@ -47,7 +48,7 @@ def encode(arguments: EncoderArguments) -> preprocess.Summary:
         max_bad_lines=arguments.max_bad_lines,
         num_workers=arguments.num_workers,
         use_gigatoken=use_gigatoken,
-        resume=True,
+        resume=shard_folder.exists(),
         reports_all_bad=True,
         source=arguments.source,
     )

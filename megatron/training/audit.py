@@ -25,25 +25,30 @@ from megatron.training.checkpoint_source import saved_checkpoints
 from megatron.training.data import num_samples_of_splits
 from megatron.training.document_losses import DocumentLoss, read_document, read_step
 from megatron.training.programs import decoder
-from megatron.training.sample_history import Reader, Stretch, read_stretches, reader_of
+from megatron.training.sample_history import Reader, Stretch, read_excluded, read_stretches, reader_of
 from megatron.training.vocabulary import with_tokenizer
 
 SECTIONS = ("family", "model", "parallel", "batch", "data")
 """Sections of config.json that determine the samples, in addition to the family's section and the seed."""
 
 
+READ, SKIPPED, EXCLUDED = "read", "skipped", "excluded"
+"""Effects of a step on the tokens of a document: trained on; skipped by --iterations-to-skip; masked by --exclude."""
+
+
 class Reading(NamedTuple):
     """Tokens of a document in one sample.
 
     Args:
-        step: the step that reads the sample, counted from 1.
+        step: the step that consumes the sample, counted from 1.
         sample: index of the sample in the run.
         corpus: name of the corpus.
         document: index of the document in its corpus, from 0.
         offset: the slice's first token within the document.
         length: tokens of the slice in the sample.
         position: the slice's first token within the sample.
-        reader: replica, micro-batch and ranks that process the sample.
+        reader: replica, micro-batch and ranks that process the sample; in a skipped step, that would have processed it.
+        effect: READ, SKIPPED or EXCLUDED.
     """
 
     step: int
@@ -54,6 +59,7 @@ class Reading(NamedTuple):
     length: int
     position: int
     reader: Reader
+    effect: str = READ
 
 
 class Audit:
@@ -83,8 +89,10 @@ class Audit:
         assert isinstance(dataset, BlendedDataset)
         self.order = _continue_order(dataset, folder)
         records = read_metrics(folder / METRICS)
+        self._recorded_steps = [record["step"] for record in records]
         self.step_losses = {record["step"]: record.get("loss") for record in records if record["kind"] == "train"}
         self.parts: list[tuple[str, GPTDataset]] = [*dataset.parts.items()]  # type: ignore[list-item]
+        self._excluded: dict[str, list[np.ndarray]] = {}
 
     # Corpora and documents.
 
@@ -124,13 +132,23 @@ class Audit:
         return int(lengths[document])
 
     def documents_with(self, text: str, corpus_idx: int) -> list[int]:
-        """Find the documents that contain ``text``, by decoding every document."""
+        """Find the documents that contain ``text``, by decoding every document.
+
+        ``text`` is also searched as the tokenizer returns it, because some tokenizers change characters.
+
+        Raises:
+            DataError: the run has no tokenizer.
+        """
+        if self.tokenizer is None:
+            raise DataError("--text needs a run with a tokenizer, got none. Name a document with --document")
         source = self.parts[corpus_idx][1].token_file
+        texts = {text, self.tokenizer.decode(self.tokenizer.encode(text)).strip()} - {""}
         documents = []
         for document in range(len(source.document_lengths)):
             tokens = source.read(document).astype(np.int64)
             tokens = np.where(tokens < 0, ~tokens, tokens)  # tokens with a loss in conversations are stored as ~id
-            if text in self.tokenizer.decode(tokens.tolist()):
+            decoded = self.tokenizer.decode(tokens.tolist())
+            if any(text in decoded for text in texts):
                 documents.append(document)
         return documents
 
@@ -150,10 +168,13 @@ class Audit:
         """Return ``until``, or the last step in metrics.jsonl."""
         if until is not None:
             return until
-        return max([*self.step_losses, self.stretches[-1].step])
+        return max([*self._recorded_steps, self.stretches[-1].step])
 
     def readings_of(self, corpus_idx: int, document: int, until: int | None = None) -> Iterator[Reading]:
-        """Yield the samples up to step ``until`` that contain tokens of a document, in ascending steps."""
+        """Yield the samples up to step ``until`` that contain tokens of a document, in ascending steps.
+
+        The samples of skipped steps and excluded documents are included; see ``Reading.effect``.
+        """
         self.num_tokens(corpus_idx, document)
         name, dataset = self.parts[corpus_idx]
         for stretch in self.stretches:
@@ -173,25 +194,48 @@ class Audit:
                         yield reading
 
     def samples_of_step(self, step: int) -> Iterator[tuple[int, list[Reading]]]:
-        """Yield (sample, its document slices) for each sample of ``step``, counted from 1.
+        """Yield (sample, its document slices) for each sample that ``step``, counted from 1, consumes.
 
         Raises:
             DataError: the run has no such step.
         """
-        stretch = next((s for s in reversed(self.stretches) if s.step < step), None)
-        if stretch is None:
-            raise DataError(f"--step must be at least {self.stretches[0].step + 1} in this run folder, got {step}")
+        stretch = self._stretch_of(step)
         self._check_stretch(stretch)
         for sample in stretch.samples_of(step):
             yield sample, list(self._readings(stretch, step, sample))
+
+    def is_skipped(self, step: int) -> bool:
+        """Return True if --iterations-to-skip skipped ``step``, counted from 1."""
+        return step in self._stretch_of(step).skipped_steps
+
+    def _stretch_of(self, step: int) -> Stretch:
+        stretch = next((s for s in reversed(self.stretches) if s.step < step), None)
+        if stretch is None:
+            raise DataError(f"--step must be at least {self.stretches[0].step + 1} in this run folder, got {step}")
+        return stretch
 
     def _readings(self, stretch: Stretch, step: int, sample: int) -> Iterator[Reading]:
         corpus_idx, sample_idx = self.order.locate(sample)
         name, dataset = self.parts[corpus_idx]
         reader, position = reader_of(stretch, step, sample), 0
         for document, offset, length in dataset.slices(sample_idx):
-            yield Reading(step, sample, name, document, offset, length, position, reader)
+            effect = READ
+            if step in stretch.skipped_steps:
+                effect = SKIPPED
+            elif self._is_excluded(stretch, corpus_idx, document):
+                effect = EXCLUDED
+            yield Reading(step, sample, name, document, offset, length, position, reader, effect)
             position += length
+
+    def _is_excluded(self, stretch: Stretch, corpus_idx: int, document: int) -> bool:
+        if stretch.exclusion is None:
+            return False
+        if stretch.exclusion not in self._excluded:
+            names = [name for name, _ in self.parts]
+            self._excluded[stretch.exclusion] = read_excluded(self.folder, stretch.exclusion, names)
+        ranges = self._excluded[stretch.exclusion][corpus_idx]
+        idx = int(np.searchsorted(ranges[:, 0], document, side="right")) - 1
+        return idx >= 0 and document <= int(ranges[idx, 1])
 
     def _cursor(self, corpus: str, samples_consumed: int) -> int:
         return self.order.cursors(samples_consumed)[corpus]
@@ -221,6 +265,8 @@ def _read_config(folder: Path, world_size: int) -> Config:
     family = saved["family"]
     settings = {name: values for name, values in saved.items() if name in (*SECTIONS, family)}
     settings["run"] = {"seed": saved["run"]["seed"]}
+    settings["data"]["exclude"] = None  # the list may have been moved; the history has the documents of each start
+    settings["checkpoint"] = {"save": str(folder)}  # token files of text are next to the run folder
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "config.json"
         path.write_text(json.dumps(settings), encoding="utf-8")

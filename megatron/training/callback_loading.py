@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
+import inspect
+import os
 import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
 
+from megatron import log
 from megatron.config.callback_files import CallbackSpec, parse_callbacks
 from megatron.errors import ConfigError
-from megatron.training.trainer import Callback
+from megatron.training.trainer import HOOKS, Callback
 
 
 def load_callbacks(text: str | None) -> list[Callback]:
@@ -20,7 +24,8 @@ def load_callbacks(text: str | None) -> list[Callback]:
         text: value of the flag, which has passed ``callback_problems``.
 
     Raises:
-        ConfigError: a file raises an error, or a class is not a ``Callback`` that can be constructed without arguments.
+        ConfigError: a file raises an error or exits, a class is not a ``Callback`` that can be constructed without
+            arguments, or a hook cannot be called with its arguments.
     """
     modules: dict[Path, ModuleType] = {}
     callbacks = []
@@ -39,7 +44,7 @@ def _import_file(spec: CallbackSpec, path: Path, name: str) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickle look up a class's module
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # SystemExit: a script without a check of __name__
         del sys.modules[name]
         raise ConfigError(
             f"--callback {spec}: importing the file failed: {_describe(error, path)}. Correct the file, or put the "
@@ -59,15 +64,43 @@ def _construct(spec: CallbackSpec, module: ModuleType) -> Callback:
             f"class {spec.class_name}(Callback) after: from megatron.training import Callback"
         )
     try:
-        return callback_class()
-    except Exception as error:
+        callback = callback_class()
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"--callback {spec}: {spec.class_name}() failed: {_describe(error, Path(module.__file__ or ''))}. The "
             "constructor is called without arguments"
         ) from error
+    _check_hooks(spec, callback)
+    if os.environ.get("RANK", "0") == "0":
+        _warn_of_unknown_hooks(spec, callback)
+    return callback
 
 
-def _describe(error: Exception, path: Path) -> str:
+def _check_hooks(spec: CallbackSpec, callback: Callback) -> None:
+    """Raise ConfigError if a hook cannot be called with its arguments."""
+    for hook in HOOKS:
+        names = [name for name in inspect.signature(getattr(Callback, hook)).parameters if name != "self"]
+        try:
+            inspect.signature(getattr(callback, hook)).bind(*names)
+        except TypeError as error:
+            raise ConfigError(
+                f"--callback {spec}: {hook} must accept the arguments ({', '.join(names)}), got an error: {error}. "
+                "Correct its parameters"
+            ) from error
+        except ValueError:  # a built-in function without a signature
+            continue
+
+
+def _warn_of_unknown_hooks(spec: CallbackSpec, callback: Callback) -> None:
+    """Warn of methods whose names begin as hooks do, such as on_step_ends."""
+    for name in dir(type(callback)):
+        if name.startswith("on_") and not hasattr(Callback, name) and callable(getattr(type(callback), name)):
+            close = difflib.get_close_matches(name, HOOKS, 1)
+            hint = f". Did you mean {close[0]}?" if close else f"; the hooks are {', '.join(HOOKS)}"
+            log.warning(f"--callback {spec}: {name} is not a hook, so the trainer does not call it{hint}")
+
+
+def _describe(error: BaseException, path: Path) -> str:
     """Describe ``error`` with the last line of ``path`` that it passed through."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == path]
     return f"{type(error).__name__}: {error}" + (f" ({path.name}:{lines[-1]})" if lines else "")

@@ -1,20 +1,25 @@
 """The samples that each step of a run reads, and the ranks that process them: sample_history.jsonl in the run folder.
 
-Each start and each rollback appends a line with its first step, its position in the samples, its batch sizes and its
-layout. Everything else follows from the order of the samples.
+Each start and each rollback appends a line with its first step, its position in the samples, its batch sizes, its
+layout, the steps of --iterations-to-skip, and the digest of --exclude, whose documents are in excluded-DIGEST.json.
+Everything else follows from the order of the samples.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from megatron import files
 from megatron.config import Config
 from megatron.config.batch import share_of
 from megatron.config.batch_rampup import BatchSizes
+from megatron.config.skipped_steps import SkippedSteps
 from megatron.errors import DataError
 from megatron.mpu.topology import Topology, chunk_indices
 
@@ -29,6 +34,8 @@ class Stretch:
         step: completed steps before the stretch.
         samples: samples consumed before it.
         stop_step: last step of the stretch; None: it continues.
+        skipped_steps: steps of --iterations-to-skip, whose samples are not read.
+        exclusion: digest of the documents of --exclude; None without the flag.
     """
 
     step: int
@@ -39,6 +46,8 @@ class Stretch:
     tokens_per_sample: int
     topology: Topology
     stop_step: int | None = None
+    skipped_steps: SkippedSteps = SkippedSteps()
+    exclusion: str | None = None
 
     @property
     def stop_samples(self) -> int | None:
@@ -48,12 +57,12 @@ class Stretch:
         return self.batch_sizes.consumed_after(self.stop_step - self.step, self.samples)
 
     def samples_of(self, step: int) -> range:
-        """Return the samples that ``step`` (counted from 1) reads."""
+        """Return the samples that ``step`` (counted from 1) consumes."""
         first = self.batch_sizes.consumed_after(step - 1 - self.step, self.samples)
         return range(first, first + self.batch_sizes.at(first))
 
     def step_of(self, sample: int) -> int:
-        """Return the step that reads ``sample``, which must be in this stretch."""
+        """Return the step that consumes ``sample``, which must be in this stretch."""
         return self.step + self.batch_sizes.steps_until(sample + 1, self.samples)
 
 
@@ -73,8 +82,14 @@ class Reader(NamedTuple):
     chunks: dict[int, list[tuple[int, int]]]
 
 
-def append(folder: Path, config: Config, topology: Topology, step: int, samples: int) -> None:
-    """Append a start or a rollback to the run folder's history. Called on rank 0."""
+def append(
+    folder: Path, config: Config, topology: Topology, step: int, samples: int, exclusion: str | None = None
+) -> None:
+    """Append a start or a rollback to the run folder's history. Called on rank 0.
+
+    Args:
+        exclusion: digest of the documents of --exclude; None without the flag.
+    """
     sizes = config.batch.batch_sizes(topology.data)
     entry = {
         "step": step,
@@ -84,10 +99,55 @@ def append(folder: Path, config: Config, topology: Topology, step: int, samples:
         "is_interleaved": config.data.has_megatron_order,
         "tokens_per_sample": config.tokens_per_sample,
         "layout": topology.axis_sizes(),
+        **({"skipped_steps": config.batch.iterations_to_skip} if config.batch.skipped_steps else {}),
+        **({"exclusion": exclusion} if exclusion else {}),
     }
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / FILE_NAME, "a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
+
+
+def write_excluded(folder: Path, exclusion: str, excluded: Mapping[str, np.ndarray]) -> None:
+    """Write the list of --exclude to the run folder, as ranges of documents by corpus.
+
+    Args:
+        exclusion: digest of the list, which is part of the file name.
+        excluded: corpus -> int64, ascending documents.
+    """
+    ranges = {}
+    for corpus, documents in excluded.items():
+        is_first = np.diff(documents, prepend=-2) > 1
+        is_last = np.append(is_first[1:], True)[: len(documents)]
+        ranges[corpus] = np.stack([documents[is_first], documents[is_last]], axis=1).tolist()
+    files.replace_bytes(_excluded_path(folder, exclusion), json.dumps(ranges).encode() + b"\n")
+
+
+def read_excluded(folder: Path, exclusion: str, corpora: Sequence[str]) -> list[np.ndarray]:
+    """Read the excluded documents of each corpus: int64[n, 2], first and last document of each range, ascending.
+
+    Raises:
+        DataError: the file cannot be read, or the run's corpora have other names now.
+    """
+    path = _excluded_path(folder, exclusion)
+    try:
+        ranges = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path}, the documents that --exclude lists, cannot be read: {error}. Restore it from a copy of the run "
+            "folder"
+        ) from error
+    if len(corpora) == 1 and len(ranges) == 1:
+        ranges = {corpora[0]: next(iter(ranges.values()))}
+    if renamed := [name for name, listed in ranges.items() if listed and name not in corpora]:
+        raise DataError(
+            f"{path} excludes documents of {', '.join(renamed)}, but the run's corpora are {', '.join(corpora)}. "
+            "Correct the names in the file"
+        )
+    return [np.array(ranges.get(name, []), np.int64).reshape(-1, 2) for name in corpora]
+
+
+def _excluded_path(folder: Path, exclusion: str) -> Path:
+    return folder / f"excluded-{exclusion}.json"
 
 
 def read_stretches(folder: Path) -> list[Stretch]:
@@ -117,6 +177,7 @@ def _decode(entry: dict[str, Any]) -> Stretch:
     return Stretch(
         entry["step"], entry["samples"], entry["micro_batch_size"], _batch_sizes(*entry["batch_sizes"]),
         entry["is_interleaved"], entry["tokens_per_sample"], Topology(**layout),
+        skipped_steps=SkippedSteps.parse(entry.get("skipped_steps", "")), exclusion=entry.get("exclusion"),
     )  # fmt: skip
 
 

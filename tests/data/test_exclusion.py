@@ -29,6 +29,16 @@ def test_list_has_documents_and_ranges_by_corpus(tmp_path: Path) -> None:
     assert Exclusion.read(write_list(tmp_path, "5\n4\n")).by_prefix(["a"], [6])["a"].tolist() == [4, 5]
 
 
+def test_list_of_other_editors_and_names(tmp_path: Path) -> None:
+    """A byte order mark, CRLF, tabs, and a corpus whose name contains "#" or a space."""
+    (tmp_path / "ids.txt").write_bytes(b"\xef\xbb\xbfc#\t1\r\nmy web  2#not\r\n")
+    with pytest.raises(DataError, match="line 2: must be a document"):
+        Exclusion.read(str(tmp_path / "ids.txt"))
+    path = write_list(tmp_path, "\ufeffc#\t1\nmy web  2 # note\n# c# 5\n")
+    excluded = Exclusion.read(path).by_prefix(["c#", "my web"], [9, 9])
+    assert {prefix: ids.tolist() for prefix, ids in excluded.items()} == {"c#": [1], "my web": [2]}
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -36,6 +46,9 @@ def test_list_has_documents_and_ranges_by_corpus(tmp_path: Path) -> None:
         ("5-3\n", "line 1: must be a document or a range"),
         ("-1\n", "line 1: must be a document or a range"),
         ("9\n", "line 1: a has the documents 0 to 8, got 9"),
+        ("0-999999999999999999\n", "line 1: a has the documents 0 to 8, got 999999999999999999"),
+        ("9" * 30 + "\n", "line 1: must be a document or a range"),
+        ("٣\n", "line 1: must be a document or a range"),
         ("b 1\n", "line 1: must name one of the corpora a, got b"),
     ],
 )

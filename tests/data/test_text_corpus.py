@@ -188,6 +188,13 @@ def test_every_waiting_rank_raises_the_failure_of_the_encoder(settings: TextSett
     restarted._check_failure()
 
 
+def test_cache_folder_of_a_long_name_can_be_created(settings: TextSettings, tmp_path: Path) -> None:
+    """A file name may have 255 bytes, to which the cache folder adds a digest."""
+    path = tmp_path / ("语" * 80 + ".jsonl")
+    path.write_text('{"text": "a"}')
+    TextCorpus(str(path), settings).folder.mkdir(parents=True)
+
+
 def test_text_without_a_tokenizer_names_both_spellings(settings: TextSettings, corpus_path: Path) -> None:
     bare = TextSettings(cache_folder=settings.cache_folder, tokenizer=None)
     with pytest.raises(DataError, match=r"--tokenizer-path \(TOKENIZER"):

@@ -81,6 +81,32 @@ def test_error_of_import_names_line(tmp_path: Path) -> None:
         load_callbacks(f"{tmp_path / 'broken.py'}:A")
 
 
+def test_file_that_exits_is_an_error(tmp_path: Path) -> None:
+    """A script without a check of __name__ must not end the job with code 0."""
+    (tmp_path / "script.py").write_text("import sys\nclass A: ...\nsys.exit(0)\n")
+    with pytest.raises(ConfigError, match=r"importing the file failed: SystemExit: 0 \(script.py:3\)"):
+        load_callbacks(f"{tmp_path / 'script.py'}:A")
+
+
+def test_hook_with_other_parameters_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from megatron.training import Callback\n"
+        "class Few(Callback):\n    def on_step_end(self): ...\n"
+        "class Many(Callback):\n    def on_save(self, step): ...\n"
+        "class Any(Callback):\n    def on_step_end(self, *args, **kwargs): ...\n"
+        "class Other(Callback):\n    def on_step_ends(self, result): ...\n"
+    )
+    with pytest.raises(ConfigError, match=r"mine.py:Few: on_step_end must accept the arguments \(result\)"):
+        load_callbacks(f"{tmp_path / 'mine.py'}:Few")
+    with pytest.raises(ConfigError, match=r"mine.py:Many: on_save must accept the arguments \(\), got"):
+        load_callbacks(f"{tmp_path / 'mine.py'}:Many")
+    load_callbacks(f"{tmp_path / 'mine.py'}:Any {tmp_path / 'mine.py'}:Other")
+    assert (
+        "on_step_ends is not a hook, so the trainer does not call it. Did you mean on_step_end?"
+        in capsys.readouterr().err
+    )
+
+
 def test_repeated_flag_adds_and_file_takes_list(tmp_path: Path, file: Path) -> None:
     def parsed(*words: str) -> str | None:
         return parse(["--vocab-size", "64", "--data-path", "mock", *words], world_size=1).run.callback

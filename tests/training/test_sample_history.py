@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron.config import parse
@@ -68,3 +69,23 @@ def test_reader_equals_data_loader(topology: Topology, is_interleaved: bool) -> 
         assert len(ranks) == topology.world_size // topology.data
         if topology.context > 1:
             assert readers[samples.start].chunks[ranks[0]] == [(0, 4), (12, 16)]
+
+
+def test_history_has_skipped_steps_and_excluded_documents(tmp_path: Path) -> None:
+    one = Topology(pipe=1, data=1, tensor=1)
+    append(tmp_path, "--batch-size 2 --iterations-to-skip 2 4-5", one, 0, 0)
+    sample_history.append(tmp_path, parse(["--dry-run", "--vocab-size", "9"], world_size=1), one, 6, 12, "ab12")
+    before, after = read_stretches(tmp_path)
+    assert [step for step in range(1, 7) if step in before.skipped_steps] == [2, 4, 5] and before.exclusion is None
+    assert not after.skipped_steps and after.exclusion == "ab12"
+
+    excluded = {"web": np.array([0, 1, 2, 5]), "books": np.array([], np.int64), "code": np.array([3, 7, 8])}
+    sample_history.write_excluded(tmp_path, "ab12", excluded)
+    code, web, new = sample_history.read_excluded(tmp_path, "ab12", ["code", "web", "new"])
+    assert code.tolist() == [[3, 3], [7, 8]] and web.tolist() == [[0, 2], [5, 5]] and new.shape == (0, 2)
+    with pytest.raises(DataError, match="excludes documents of web, code, but the run's corpora are a, b"):
+        sample_history.read_excluded(tmp_path, "ab12", ["a", "b"])
+    with pytest.raises(DataError, match="excluded-cd34.json"):
+        sample_history.read_excluded(tmp_path, "cd34", ["web"])
+    sample_history.write_excluded(tmp_path, "ef56", {"web": np.array([4])})
+    assert sample_history.read_excluded(tmp_path, "ef56", ["renamed"])[0].tolist() == [[4, 4]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,16 @@ from megatron.training.callbacks.tracker import Tracker
 DEFAULT_EXPERIMENT = "Default"
 """MLflow's experiment without MLFLOW_EXPERIMENT_NAME."""
 _MAX_PARAMS_PER_CALL = 100
+_MAX_METRICS_PER_CALL = 1000
 _MAX_PARAM_LENGTH = 500
+_START_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
 
 
 class MLflow(Tracker):
     """Sends every record in a run to MLflow, and the settings of a new run as parameters."""
 
     service = "MLflow"
+    _id: str
     file_name = "mlflow.json"
     flag = "--mlflow-tracking-uri"
     advice = (
@@ -29,6 +33,10 @@ class MLflow(Tracker):
     )
 
     def open_run(self, config: Config, folder: Path, run_id: str | None) -> str | None:
+        with _short_waits():
+            return self._open_run(config, folder, run_id)
+
+    def _open_run(self, config: Config, folder: Path, run_id: str | None) -> str:
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
 
@@ -51,10 +59,26 @@ class MLflow(Tracker):
     def send(self, record_type: str, step: int, values: Mapping[str, float]) -> None:
         time_ms = int(1000 * time.time())
         metrics = [self._metric_class(metric_name(name), value, time_ms, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        for first in range(0, len(metrics), _MAX_METRICS_PER_CALL):
+            self._client.log_batch(self._id, metrics=metrics[first : first + _MAX_METRICS_PER_CALL])
 
     def finish(self, *, has_failed: bool) -> None:
         self._client.set_terminated(self._id, "FAILED" if has_failed else "FINISHED")
+
+
+@contextmanager
+def _short_waits() -> Iterator[None]:
+    """Limit the wait for a server that does not answer: MLflow retries for minutes, and all ranks wait for the start.
+
+    Variables that the user has set are not changed.
+    """
+    missing = {name: value for name, value in _START_LIMITS.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        yield
+    finally:
+        for name in missing:
+            os.environ.pop(name, None)
 
 
 def metric_name(name: str) -> str:

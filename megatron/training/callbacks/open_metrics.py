@@ -110,17 +110,23 @@ class MetricsServer:
 
 
 def format_metrics(values: Iterable[tuple[str, float]], run: str) -> str:
-    """Format "record_type/name" or "record_type/name/key" values as gauges, sorted by name, with the end marker."""
-    samples_by_name: dict[str, list[str]] = {}
+    """Format "record_type/name" or "record_type/name/key" values as gauges, sorted by name, with the end marker.
+
+    Of values whose names differ only in characters that are replaced, the last one is used: Prometheus rejects
+    repeated samples.
+    """
+    samples_by_name: dict[str, dict[str, str]] = {}
     for path, value in values:
         record_type, _, name = path.partition("/")
         name, _, key = name.partition("/")
         metric = re.sub("[^a-zA-Z0-9_]", "_", f"{_PREFIX}{record_type}_{name}".rstrip("_"))
         labels = {"run": run, **({"key": key} if key else {})}
         label_text = ",".join(f'{label}="{_escape(text)}"' for label, text in labels.items())
-        samples_by_name.setdefault(metric, []).append(f"{metric}{{{label_text}}} {_format_value(value)}")
+        samples_by_name.setdefault(metric, {})[label_text] = f"{metric}{{{label_text}}} {_format_value(value)}"
     lines = [
-        line for metric, samples in sorted(samples_by_name.items()) for line in (f"# TYPE {metric} gauge", *samples)
+        line
+        for metric, samples in sorted(samples_by_name.items())
+        for line in (f"# TYPE {metric} gauge", *samples.values())
     ]
     return "\n".join([*lines, "# EOF", ""])
 

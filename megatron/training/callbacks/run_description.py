@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron.data.sample_order import as_ordered
 from megatron.training import document_losses, run_record, sample_history, stages_file, start_table
 from megatron.training.callbacks.speed_monitor import max_bytes_by_stage
 from megatron.training.trainer import Callback
@@ -33,8 +34,13 @@ class RunDescription(Callback):
         trainer = self.trainer
         if trainer.world.rank == 0:
             step, samples_consumed = trainer.progress.step, trainer.progress.samples_consumed
-            topology = trainer.world.grid.topology
-            sample_history.append(trainer.folder, trainer.config, topology, step, samples_consumed)
+            topology, exclusion = trainer.world.grid.topology, trainer.data.exclusion
+            ordered = as_ordered(trainer.data.datasets.get("train"))
+            if exclusion is not None and ordered is not None:
+                excluded = {name: getattr(dataset, "excluded", None) for name, dataset in ordered.parts.items()}
+                listed = {name: documents for name, documents in excluded.items() if documents is not None}
+                sample_history.write_excluded(trainer.folder, exclusion, listed)
+            sample_history.append(trainer.folder, trainer.config, topology, step, samples_consumed, exclusion)
             document_losses.drop_later_steps(trainer.folder, step)
 
     def on_train_start(self) -> None:

@@ -46,9 +46,9 @@ class SwanLab(Tracker):
 
     def close(self, *, has_failed: bool = False) -> None:
         """Send the pending records and finish the run, in the main thread."""
-        is_open = self._thread is not None
+        thread = self._thread
         super().close(has_failed=has_failed)
-        if not is_open:
+        if thread is None or thread.is_alive():  # a call of swanlab that does not return would also block here
             return
         state = "crashed" if has_failed else "success"
         try:

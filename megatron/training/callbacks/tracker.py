@@ -6,7 +6,9 @@ import json
 import os
 import queue
 import threading
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -152,7 +154,7 @@ class Tracker(Callback):
             self._read_run(recorded_steps or {})
         try:
             run_id = self.open_run(config, folder, self._run_id)
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # some packages call sys.exit without credentials
             problem = mask_secrets(f"{type(error).__name__}: {error}")
             if is_restart:
                 log.warning(f"no records are sent to {self.service} ({problem}). Training continues")
@@ -184,8 +186,10 @@ class Tracker(Callback):
         if thread is None:
             return
         self._has_failed_run = has_failed
-        self._pending.put(None)
-        thread.join(CLOSE_TIMEOUT_S)
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        with suppress(queue.Full):  # the service does not answer
+            self._pending.put(None, timeout=CLOSE_TIMEOUT_S)
+        thread.join(max(deadline - time.monotonic(), 0.0))
         if thread.is_alive():
             log.warning(
                 f"{self.service} did not receive all records within {CLOSE_TIMEOUT_S:g} s. {self.pending_advice}"
@@ -203,7 +207,7 @@ class Tracker(Callback):
             while (record := self._pending.get()) is not None:
                 self.send(*record)
             self.finish(has_failed=self._has_failed_run)
-        except Exception as error:
+        except BaseException as error:  # some packages call sys.exit
             self._report_failure(f"{type(error).__name__}: {error}")
             while record is not None:  # keeps the queue from filling up until ``close``
                 record = self._pending.get()

@@ -14,6 +14,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from megatron.config import Config, parse
 from megatron.errors import ConfigError
 from megatron.training.callbacks import tracker
 from megatron.training.callbacks.metrics_writer import MetricsWriter, read_metrics
+from megatron.training.callbacks.mlflow import MLflow
 from megatron.training.callbacks.open_metrics import MetricsServer, OpenMetrics, format_metrics
 from megatron.training.callbacks.wandb import Wandb
 from tests.helpers.fake_trackers import FakeWandb
@@ -153,6 +155,63 @@ def test_start_failure_raises_and_send_failure_warns_once(
     assert "no records are sent to Weights & Biases (RuntimeError: not logged in" in capsys.readouterr().err
 
 
+def test_service_that_exits_the_process_does_not_end_the_run(
+    fake_wandb: FakeWandb, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some packages call sys.exit without credentials, or in a call that fails."""
+    callback = start_wandb("--wandb-project p", tmp_path)
+    monkeypatch.setattr(callback, "send", lambda *record: sys.exit(1))
+    callback.write("train", 1, {"loss": 1.0})
+    callback.close()
+    assert "no further records are sent to Weights & Biases (SystemExit: 1)" in capsys.readouterr().err
+    monkeypatch.setattr(fake_wandb, "init", lambda **kwargs: sys.exit(1))
+    with pytest.raises(ConfigError, match="SystemExit: 1"):
+        start_wandb("--wandb-project p", tmp_path)
+
+
+def test_close_ends_when_queue_is_full_and_service_does_not_answer(
+    fake_wandb: FakeWandb, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tracker, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(tracker, "MAX_PENDING_RECORDS", 1)
+    callback = start_wandb("--wandb-project p", tmp_path)
+    started, release = threading.Event(), threading.Event()
+
+    def wait(*record: Any) -> None:
+        started.set()
+        release.wait(30)
+
+    monkeypatch.setattr(callback, "send", wait)
+    callback.write("train", 1, {"loss": 1.0})
+    assert started.wait(30)
+    callback.write("train", 2, {"loss": 1.0})
+    start = time.monotonic()
+    callback.close()
+    assert time.monotonic() - start < 15.0  # without a limit, ``close`` waits 30 s for the service
+    release.set()
+    assert "did not receive all records" in capsys.readouterr().err
+
+
+def test_mlflow_sends_at_most_1000_metrics_per_call() -> None:
+    """MLflow rejects larger batches, such as the loads of all experts of all layers."""
+    batches: list[int] = []
+    callback = MLflow()
+    callback._client = SimpleNamespace(log_batch=lambda run_id, metrics: batches.append(len(metrics)))
+    callback._metric_class, callback._id = lambda *values: values, "a"
+    callback.send("train", 1, {f"train/load/{expert}": 1.0 for expert in range(2500)})
+    assert batches == [1000, 1000, 500]
+
+
+def test_mlflow_waits_for_seconds_at_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "7")
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
+    limits: list[str | None] = []
+    names = ("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "MLFLOW_HTTP_REQUEST_TIMEOUT")
+    monkeypatch.setattr(MLflow, "_open_run", lambda *_: limits.extend(map(os.environ.get, names)))
+    MLflow().open_run(make_config(""), tmp_path, None)
+    assert limits == ["2", "7"] and names[0] not in os.environ
+
+
 def test_finish_failure_warns_at_once(
     fake_wandb: FakeWandb, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -266,6 +325,15 @@ def test_metric_names_and_values_are_valid() -> None:
     )
 
 
+def test_names_that_become_equal_are_served_once() -> None:
+    """Prometheus rejects repeated samples."""
+    text = format_metrics([("train/a b", 1.0), ("train/a_b", 2.0), ("train/a_b/x", 3.0)], "r")
+    assert text == (
+        '# TYPE megatron_train_a_b gauge\nmegatron_train_a_b{run="r"} 2.0\n'
+        'megatron_train_a_b{run="r",key="x"} 3.0\n# EOF\n'
+    )
+
+
 def test_prometheus_parses_metrics(server: MetricsServer) -> None:
     parser = pytest.importorskip("prometheus_client.openmetrics.parser", reason="pip install prometheus_client")
     server.update({"train/loss": 2.5, "train/mlm loss": math.nan, "train/lr/head \\ 1": math.inf})
@@ -340,6 +408,8 @@ def test_saved_settings_contain_no_secret(monkeypatch: pytest.MonkeyPatch) -> No
     config = make_config("--mlflow-tracking-uri https://me:pass@host/x?token=abc&a=1")
     assert config.logging.mlflow_tracking_uri == "https://me:pass@host/x?token=abc&a=1"
     assert config.to_dict()["logging"]["mlflow_tracking_uri"] == "https://***@host/x?token=***&a=1"
+    config = make_config("--mlflow-tracking-uri https://me:p@ss@host/x@y")  # an "@" that should be written as %40
+    assert config.to_dict()["logging"]["mlflow_tracking_uri"] == "https://***@host/x@y"
 
 
 # The real packages, in modes without a service.
