@@ -460,9 +460,10 @@ def has_fp8(device_name: str) -> bool:
     return _gpu_key(device_name) in FP8_GPUS
 
 
-def has_grouped_fp8(device_name: str) -> bool:
-    """Return True if the GPU is known to have grouped products in FP8, which experts need."""
-    return _gpu_key(device_name) in GROUPED_FP8_GPUS
+def lacks_grouped_fp8(device_name: str) -> bool:
+    """Return True if the GPU is known to have no grouped products in FP8, which experts need."""
+    key = _gpu_key(device_name)
+    return key is not None and key not in GROUPED_FP8_GPUS
 
 
 def _gpu_key(device_name: str) -> str | None:

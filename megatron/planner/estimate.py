@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from megatron.config.optimizer import ROWWISE
 from megatron.costs.cost import Costs
-from megatron.costs.memory import Memory, has_grouped_fp8, mixed_peak
+from megatron.costs.memory import Memory, lacks_grouped_fp8, mixed_peak
 from megatron.errors import ConfigError
 from megatron.models import registry
 from megatron.planner.layout import Layout
@@ -129,7 +129,7 @@ class Planner:
     def _check_fp8_experts(self) -> None:
         precision, machine = self.config.precision, self.machine
         is_rowwise = precision.fp8_format is not None and precision.fp8_recipe == ROWWISE
-        if is_rowwise and self.config.model.num_experts and not machine.is_cpu and not has_grouped_fp8(machine.name):
+        if is_rowwise and self.config.model.num_experts and not machine.is_cpu and lacks_grouped_fp8(machine.name):
             raise ConfigError(
                 "--fp8-format with --num-experts needs a GPU with grouped products in FP8 (H100, H200, H20, GH200), "
                 f"got {machine.name}. Use --fp8-recipe blockwise, which is emulated, or remove --fp8-format"
@@ -197,9 +197,11 @@ class Planner:
     def unit_seconds(self, layout: Layout) -> list[Seconds]:
         """Return the time per unit for a micro-batch, without communication."""
         batch_tensor_expert = layout.micro_batch_size, layout.tensor, layout.expert
-        key = *batch_tensor_expert, layout.dtype, layout.sequence_parallel, layout.recompute
+        compute = self.model(layout).compute
+        quantizations = compute.weight_quantizations(layout) if self.config.precision.fp8_format is not None else 0.0
+        key = *batch_tensor_expert, layout.dtype, layout.sequence_parallel, layout.recompute, quantizations
         if key not in self._unit_seconds:
-            self._unit_seconds[key] = self.model(layout).compute.units(layout)
+            self._unit_seconds[key] = compute.units(layout)
         return self._unit_seconds[key]
 
     def expert_traffic(self, layout: Layout) -> list[Traffic]:

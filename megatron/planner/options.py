@@ -315,7 +315,7 @@ def with_defaults(
     if "vocab_size" not in given_values:
         assume("--vocab-size", family_defaults.vocabulary)
     if "dtype" not in given_values:
-        assume(f"--{machine.first_dtype}")
+        assume("--bf16" if given_values.get("fp8_format") else f"--{machine.first_dtype}")
     return words, assumed
 
 

@@ -208,13 +208,14 @@ class ComputeModel:
         fp8_s = sum(product.flops / self._machine.fp8_rate(product.side) for product in work.fp8_products)
         return self._products(work.fp8_products, dtype) - fp8_s
 
-    def _quantization_s(self, work: Work, layout: Layout) -> tuple[float, float]:
-        """Return the time to quantize the factors in (forward, backward) of a micro-batch.
+    def weight_quantizations(self, layout: Layout) -> float:
+        """Return how often each weight is quantized per micro-batch: once per step, or always with ZeRO 3."""
+        return 1.0 if layout.zero.shards_weights else 1 / layout.num_micro_batches
 
-        The micro-batches of a step share quantized weights, except with ZeRO 3, so each has a part of their time.
-        """
+    def _quantization_s(self, work: Work, layout: Layout) -> tuple[float, float]:
+        """Return the time to quantize the factors in (forward, backward) of a micro-batch."""
         machine, products = self._machine, work.fp8_products
-        weight_share = 1 / (1 if layout.zero.shards_weights else layout.num_micro_batches)
+        weight_share = self.weight_quantizations(layout)
         weights = weight_share * sum(product.weights for product in products)
         launch_s = QUANTIZATION_KERNELS * (1 + weight_share) * len(products) * machine.overhead_s
         forward, backward = (

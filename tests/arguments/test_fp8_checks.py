@@ -30,6 +30,11 @@ def parse_line(extra: str, world_size: int = 1) -> Config:
         ("--first-last-layers-bf16 --num-layers-at-start-in-bf16 3", "must leave a layer in FP8, got --num-layers 4"),
         ("--fp8-recipe tensorwise", "--fp8-recipe must be one of rowwise, blockwise, got 'tensorwise'"),
         ("--fp8-format hybrid", "--fp8-format must be one of e4m3, got 'hybrid'"),
+        (
+            "--te-precision-config-file layers.yaml",
+            "--te-precision-config-file is not supported: all layers have the format of --fp8-format",
+        ),
+        ("--fp4-format e2m1", "FP4 is not supported; remove it, or use --fp8-format e4m3"),
         ("--num-experts 2 --moe-ffn-hidden-size 24", "--moe-ffn-hidden-size = 24"),
     ],
 )

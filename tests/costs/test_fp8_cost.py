@@ -110,6 +110,16 @@ def test_time_has_the_rate_of_fp8_and_the_quantization(gas: int) -> None:
     assert quantized.unscaled_backward == pytest.approx(backward + launches)
 
 
+def test_estimates_do_not_depend_on_their_order() -> None:
+    """A layout with several micro-batches quantizes weights less often than those that were estimated before."""
+    config = make_config("--fp8-format e4m3 --hidden-size 1024 --ff-hidden-size 4096", 2)
+    one, shared = layout_of(config, 2), replace(layout_of(config, 2), num_micro_batches=16)
+    layouts, planner = (one, shared, replace(shared, zero_stage=3)), Planner(config, gpu_machine("h100-80g"))
+    for layout in layouts:
+        alone = Planner(config, gpu_machine("h100-80g")).estimate(layout)
+        assert planner.estimate(layout).step_s == alone.step_s
+
+
 def test_measured_rate_of_fp8_replaces_the_assumption() -> None:
     machine = gpu_machine("h100-80g")
     measured = replace(machine, product_flops={**machine.product_flops, "fp8": ((1024.0, 1e15), (4096.0, 2e15))})
@@ -177,6 +187,12 @@ def test_gpus_without_fp8_are_rejected() -> None:
     with_experts = make_config(f"--fp8-format e4m3 {EXPERTS}")
     with pytest.raises(ConfigError, match=r"grouped products in FP8 \(H100, H200, H20, GH200\), got b200"):
         Planner(with_experts, gpu_machine("b200")).estimate(layout_of(with_experts, 1))
-    assert Planner(with_experts, gpu_machine("h200")).estimate(layout_of(with_experts, 1)).step_s > 0
+    h200 = gpu_machine("h200")
+    assert Planner(with_experts, h200).estimate(layout_of(with_experts, 1)).step_s > 0
+    unknown = replace(h200, name="NVIDIA H800, 8 at once")
+    measured = replace(unknown, product_flops={**h200.product_flops, "fp8": ((1024.0, 1e15),)})
+    assert Planner(with_experts, measured).estimate(layout_of(with_experts, 1)).step_s > 0
+    with pytest.raises(ConfigError, match="--fp8-format needs a GPU with products in FP8"):
+        Planner(with_experts, unknown).estimate(layout_of(with_experts, 1))
     assert memory.peak_flops("NVIDIA A100-SXM4-80GB", 0.5) == 312e12
     assert memory.has_fp8("NVIDIA L40S") and not memory.has_fp8("AMD Instinct MI300X") and not memory.has_fp8("a CPU")

@@ -19,6 +19,7 @@ from megatron.models.common.decoder import model_args
 from megatron.models.common.experts import stack_expert_weights
 from megatron.models.common.parallel_context import ParallelContext
 from megatron.models.common.transformer import TransformerLayer
+from megatron.mpu.fp8_weights import sharing_quantized_weights
 from megatron.mpu.groups import Group
 from megatron.mpu.linear_cross_entropy import linear_cross_entropy
 from tests.cuda import runs
@@ -143,9 +144,11 @@ def measure(library: FakeCuda, case: CostCase) -> Cost:
     device = Device(library)
     device.traces_backward = True
     runs.patch_torch(device)
-    with device:
+    with device, sharing_quantized_weights(case.is_later_micro_batch):
         run, unit = make_loss(case.extra) if case.name == "loss" else make_layer(device, *SHAPES[case.name], case.extra)
-        run()  # fills caches, such as the table of rotary positions
+        output, grad = run()  # fills caches, such as the table of rotary positions
+        if case.is_later_micro_batch:
+            output.backward(grad)
         device.stats = PhaseStats()
         start = len(device.operators)
         with LiveMemoryTracker("cuda") as alive:
@@ -178,7 +181,13 @@ def make_layer(device: Device, family: str, flags: str, extra: str) -> tuple[Run
     shape = config.batch.seq_length, config.batch.batch_size, config.model.hidden_size
     x = torch.empty(shape, dtype=dtype, device="cuda").requires_grad_()
     grad = torch.empty_like(x)
-    return lambda: (layer(x), grad), x.numel() * x.element_size()
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        x.grad = None
+        layer.zero_grad()
+        return layer(x), grad
+
+    return run, x.numel() * x.element_size()
 
 
 def make_group(device: Device, num_ranks: int) -> Group:

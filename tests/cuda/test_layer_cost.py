@@ -46,6 +46,18 @@ def test_layer_stays_within_budget(worker: Worker, name: str) -> None:
     assert cost.forward.num_products
 
 
+@pytest.mark.parametrize("name", ["llama-7b-fp8", pytest.param("moe-fp8", marks=pytest.mark.slow)])
+def test_later_micro_batches_do_not_quantize_weights(worker: Worker, name: str) -> None:
+    """Later micro-batches only quantize the rows of the input and of the output gradient, for each of 4 products."""
+    num_weights = 4  # or stacks of weights, one for all experts
+    first, later = (worker.run(CostCase(name, is_later_micro_batch=is_later))[0] for is_later in (False, True))
+    assert not later.count("column_maxima_kernel") and not later.count("quantize_columns_kernel")
+    for kernel in ("row_maxima_kernel", "quantize_rows_kernel"):
+        assert (first.count(kernel), later.count(kernel)) == (3 * num_weights, 2 * num_weights)
+    scale_launches, zero_launches = 2 * 2 * num_weights, num_weights
+    assert first.launches - later.launches == 4 * num_weights + scale_launches + zero_launches
+
+
 def test_gradient_of_the_table_stays_within_budget(worker: Worker) -> None:
     trained, frozen = (worker.run(CostCase("loss", extra))[0] for extra in ("", "frozen"))
     num_bytes, num_chunks = trained.num_bytes - frozen.num_bytes, 2

@@ -55,12 +55,14 @@ class CostCase(NamedTuple):
         name: key of ``layer_cost.SHAPES``, or "loss".
         extra: further flags of the layer. For the loss: "frozen" (the table has no gradient), "cap" (soft-cap), "torch"
             (no Triton kernels).
+        is_later_micro_batch: an earlier micro-batch of the step has saved the weights that are quantized to FP8.
     """
 
     name: str
     extra: str = ""
     size: int = 1
     ranks: tuple[int, ...] = (0,)
+    is_later_micro_batch: bool = False
 
 
 class Failed(AssertionError):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,13 @@ def test_default_heads_match_published_models(family: str, hidden_size: int, num
     machine = plan.planning_task(*plan.make_parser("").parse_known_args(CASES["gpt2"].split())).machine
     words, assumed = with_defaults(family, ["--num-layers", "2", "--hidden-size", str(hidden_size)], machine)
     assert f"--num-attention-heads {num_heads}" in assumed and " ".join(words).count("--num-attention-heads") == 1
+
+
+def test_fp8_assumes_bf16_on_every_machine() -> None:
+    """As in a run; a CPU's default is fp32, which --fp8-format rejects."""
+    flags, cpu = ["--num-layers", "2", "--hidden-size", "64"], replace(gpu_machine("h100-80g"), is_cpu=True)
+    assert "--fp32" in with_defaults("gpt2", flags, cpu)[1]
+    assert "--bf16" in with_defaults("gpt2", [*flags, "--fp8-format", "e4m3"], cpu)[1]
 
 
 def test_small_models_use_small_units_and_note_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
