@@ -31,6 +31,7 @@ def parse_line(extra: str, world_size: int = 1) -> Config:
         ("--fp8-recipe tensorwise", "--fp8-recipe must be one of rowwise, blockwise, got 'tensorwise'"),
         ("--fp8-format hybrid", "--fp8-format must be one of e4m3, got 'hybrid'"),
         ("--num-experts 2 --moe-ffn-hidden-size 24", "--moe-ffn-hidden-size = 24"),
+        ("--hybrid-layer-pattern M*-/*-", "--hybrid-layer-pattern does not support multi-token prediction layers"),
     ],
 )
 def test_settings_without_fp8_are_one_error(extra: str, message: str) -> None:
