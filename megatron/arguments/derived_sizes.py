@@ -202,3 +202,28 @@ def resolve_chunks(scanned: Scan, explicit: Mapping[str, Any], defaults: Mapping
             f"{explicit['pipeline_chunks']}. Remove one of them"
         )
     return {"pipeline_chunks": chunks}
+
+
+EMBEDDING_FLAG, LOSS_FLAG = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+
+
+def resolve_accounted_layout(scanned: Scan, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layout of a pipeline that has fewer layers than chunks, as field -> value, or {} if it is not needed.
+
+    Megatron counts the embedding, the loss, or both as layers, so that the first or the last chunk can be without
+    layers. If every chunk has a layer, the partition method balances the stages instead.
+    """
+    counted = [flag for flag in (EMBEDDING_FLAG, LOSS_FLAG) if flag in scanned.converted]
+    layers, stages = values.get("num_layers", ModelConfig().num_layers), values.get("pipe_parallel_size", 1)
+    num_chunks = stages * max(values.get("pipeline_chunks", 1), 1)
+    per_chunk, rest = divmod(layers + len(counted), max(num_chunks, 1))
+    if stages < 2 or layers >= num_chunks or rest or values.get("pipeline_layout"):
+        scanned.ignored |= dict.fromkeys(counted, "--partition-method balances the stages by cost")
+        return {}
+    letters = ["E"] * (EMBEDDING_FLAG in counted) + ["t"] * layers + ["L"] * (LOSS_FLAG in counted)
+    chunks = ["".join(letters[start : start + per_chunk]) for start in range(0, len(letters), per_chunk)]
+    if EMBEDDING_FLAG not in counted:
+        chunks[0] = f"E{chunks[0]}"
+    if LOSS_FLAG not in counted:
+        chunks[-1] += "L"
+    return {"pipeline_layout": PIPELINE_BOUND.join(chunks), "pipeline_chunks": 1, "layers_per_chunk": 0}

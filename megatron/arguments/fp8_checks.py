@@ -68,7 +68,10 @@ def _size_problems(config: Config) -> Iterator[str]:
 def _sizes(config: Config) -> Iterator[tuple[str, int, int]]:
     """Yield (name, size, number of shards) for the dimensions of the weights with products in FP8."""
     model, tensor = config.model, config.parallel.model_parallel_size
-    types = layer_types(model)
+    try:
+        types = layer_types(model)
+    except ValueError:  # reported by ``recurrent_problems``
+        return
     yield "--hidden-size", model.hidden_size, 1
     if any(layer_type.has_attention for layer_type in types):
         heads = model.num_attention_heads

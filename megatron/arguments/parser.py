@@ -11,7 +11,12 @@ from typing import Any
 from megatron import accelerators
 from megatron.arguments import deepspeed_json, messages, model_choice, other_programs, translate
 from megatron.arguments.collect import CheckpointArgs, collect
-from megatron.arguments.derived_sizes import resolve_batch_size, resolve_chunks, resolve_layer_pattern
+from megatron.arguments.derived_sizes import (
+    resolve_accounted_layout,
+    resolve_batch_size,
+    resolve_chunks,
+    resolve_layer_pattern,
+)
 from megatron.arguments.extra_flags import ExtraArgs, ExtraFlags
 from megatron.arguments.flag_values import all_options, config_from_values
 from megatron.arguments.help import HELP_FLAGS, help_text
@@ -92,6 +97,7 @@ def parse(
     derived = resolve_batch_size(scanned, explicit, implicit, world_size)
     derived |= resolve_layer_pattern(scanned, explicit, implicit)
     derived |= resolve_chunks(scanned, {**explicit, **derived}, implicit)
+    derived |= resolve_accounted_layout(scanned, {**implicit, **explicit, **derived})
     values = {**implicit, **explicit, **derived}
     limits = translate.resolve_lengths(scanned, values, world_size)
     translate.resolve_dependent_settings(scanned, values, choice.family)

@@ -10,6 +10,7 @@
 | warm-up and decay in samples and tokens | the learning rate follows the samples, so that nothing is rounded |
 | --train-tokens as the only length | the learning rate follows the samples; the decay ends with the tokens |
 | warm-up and decay in steps | the learning rate follows the steps |
+| --eval-global-batch-size N | as many steps of an evaluation as have the same samples |
 
 Source: Megatron-LM, training.py, ``update_train_iters`` and ``get_optimizer_param_scheduler``; Megatron-DeepSpeed,
 training.py, ``train``.
@@ -171,10 +172,12 @@ CONVERSIONS: Mapping[str, Callable[[Scan, Any, str], None]] = {
 }
 DEFERRED_CONVERSIONS = (
     "zero_stage", "profile_steps", "paths", "lengths", "skip_train", "gelu", "mup", "no_pipeline", "unique_layers",
-    "require_checkpoint", "checkpoint_schedule", "linear_biases", "norm_bias", "deepspeed_experts",
+    "require_checkpoint", "checkpoint_schedule", "linear_biases", "norm_bias", "deepspeed_experts", "eval_batch",
+    "accounted_layout", "fpdt",
 )  # fmt: skip
 """Conversions that depend on other flags or on sizes. They are defined below, except for ``require_checkpoint`` in
-``other_programs``, ``checkpoint_schedule`` in ``checkpoint.checkpoint_args``, and ``deepspeed_experts``.
+``other_programs``, ``checkpoint_schedule`` in ``checkpoint.checkpoint_args``, ``deepspeed_experts``, and
+``accounted_layout`` in ``derived_sizes``.
 """
 OPTIMIZER_FLAGS = {"muon": ("muon", "adaptive_muon"), "adaptive_muon": ("adaptive_muon",), "sgd": ("sgd",)}
 """Prefix of optimizer settings -> the optimizers that use them."""
@@ -297,11 +300,15 @@ LENGTH_FLAGS = ("--train-samples", "--train-tokens", "--lr-decay-tokens", "--lr-
 
 
 def resolve_lengths(scanned: Scan, values: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Set the run length in steps and the schedule lengths in ``values``, which includes defaults.
+    """Set the lengths of the run and of its evaluations in steps, and the schedule lengths, in ``values``.
+
+    Args:
+        values: field -> value, including defaults.
 
     Returns:
         Fields of ``BatchConfig`` without a flag: the run limits in samples and tokens.
     """
+    _set_eval_iters(scanned, values, world_size)
     length_flags = {flag: scanned.converted[flag] for flag in LENGTH_FLAGS if flag in scanned.converted}
     is_by_tokens = length_flags.keys() & {"--train-samples", "--train-tokens"} == {"--train-tokens"}
     is_by_tokens = is_by_tokens and "train_iters" not in scanned.values
@@ -343,6 +350,25 @@ def resolve_lengths(scanned: Scan, values: dict[str, Any], world_size: int) -> d
             length_flags["--train-tokens"] / tokens_per_sample if is_exact else samples,
         )
     return limits
+
+
+def _set_eval_iters(scanned: Scan, values: dict[str, Any], world_size: int) -> None:
+    """Convert the steps of evaluations from --eval-global-batch-size to the global batch size of the training."""
+    flag = "--eval-global-batch-size"
+    batch_sizes = _batch_sizes(values, world_size) if flag in scanned.converted else None
+    if batch_sizes is None:
+        return
+    size, full = scanned.converted[flag], batch_sizes.full
+    steps = values.get("eval_iters", BatchConfig().eval_iters)
+    if size == full:
+        scanned.ignored[f"{flag} {size}"] = "it is the global batch size"
+    elif size < 1 or steps * size % full:
+        scanned.problems.append(
+            f"--eval-iters x {flag} must be a multiple of the global batch size, which evaluations use, got {steps} x "
+            f"{size} = {steps * size} and {full}. Change --eval-iters, or remove {flag}"
+        )
+    else:
+        values["eval_iters"] = steps * size // full
 
 
 def _tokens_per_sample(values: Mapping[str, Any], family: str) -> int:
@@ -511,6 +537,7 @@ def resolve_dependent_settings(scanned: Scan, values: dict[str, Any], family: st
     if "--swiglu" in converted and "ff_hidden_size" not in values and "hidden_size" in values:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
     _set_gelu(scanned, values)
+    _ignore_fpdt(scanned, values)
     _set_linear_biases(scanned, values)
     _set_norm_bias(scanned, values, family)
     _apply_mup(scanned, values, family)
@@ -702,3 +729,20 @@ def _set_gelu(scanned: Scan, values: dict[str, Any]) -> None:
             values["activation"] = after
         else:
             scanned.ignored[flag] = "another flag sets the activation"
+
+
+def _ignore_fpdt(scanned: Scan, values: Mapping[str, Any]) -> None:
+    """Ignore DeepSpeed's chunks of long sequences, or add a problem if their layers would compute something else.
+
+    These layers have no dropout of hidden states, and GELU in its tanh form is their only activation.
+    """
+    flag = "--ds-sequence-parallel-fpdt"
+    if flag not in scanned.converted:
+        return
+    dropout, activation = values.get("hidden_dropout", ModelConfig.hidden_dropout), values.get("activation", "gelu")
+    if dropout or activation != "gelu-tanh":
+        scanned.problems.append(
+            f"{flag} needs --hidden-dropout 0 and --activation gelu-tanh, which its layers compute in any case, got "
+            f"--hidden-dropout {dropout:g} and --activation {activation}. Change them, or remove {flag}"
+        )
+    scanned.ignored[flag] = "chunks of sequences save memory only"

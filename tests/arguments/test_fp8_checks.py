@@ -36,6 +36,7 @@ def parse_line(extra: str, world_size: int = 1) -> Config:
         ),
         ("--fp4-format e2m1", "FP4 is not supported; remove it, or use --fp8-format e4m3"),
         ("--num-experts 2 --moe-ffn-hidden-size 24", "--moe-ffn-hidden-size = 24"),
+        ("--hybrid-layer-pattern M*-/*-", "--hybrid-layer-pattern does not support multi-token prediction layers"),
     ],
 )
 def test_settings_without_fp8_are_one_error(extra: str, message: str) -> None:

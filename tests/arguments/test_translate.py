@@ -75,6 +75,8 @@ def get_value(config: Config, name: str) -> object:
         ("--tokenizer-type GPTSentencePieceTokenizer", {"tokenizer_type": "SentencePiece"}),
         ("--enable-zbh1-pipeline --pipe-parallel-size 2", {"pipeline_schedule": "zb-h1"}),
         ("--num-layers 1_0", {"num_layers": 10}),
+        ("--global-batch-size 8 --eval-iters 3 --eval-global-batch-size 24", {"eval_iters": 9}),
+        ("--global-batch-size 8 --eval-iters 6 --eval-global-batch-size 4", {"eval_iters": 3}),
     ],
 )
 def test_foreign_flag_form_sets_field(line: str, fields: dict[str, object]) -> None:
@@ -108,11 +110,62 @@ def test_foreign_flag_form_sets_field(line: str, fields: dict[str, object]) -> N
         ("--remote-device nvme", "--remote-device must be none or cpu, got 'nvme'"),
         ("--data-args-path /nowhere", "--data-args-path must name a text file that can be read, got /nowhere"),
         ("--profile x --profile-step-start 4", "--profile-step-start must agree with --profile"),
+        (
+            "--global-batch-size 8 --eval-iters 3 --eval-global-batch-size 4",
+            "got 3 x 4 = 12 and 8. Change --eval-iters",
+        ),
+        ("--ds-sequence-parallel-fpdt --activation gelu-tanh --hidden-dropout 0.1", "got --hidden-dropout 0.1 and"),
+        ("--ds-sequence-parallel-fpdt --hidden-dropout 0", "which its layers compute .* and --activation gelu. Change"),
+        ("--spec my.layers my_spec", "--spec my.layers my_spec is not supported: --hybrid-layer-pattern and"),
     ],
 )
 def test_unconvertible_foreign_flags_raise(line: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_line(line, world_size=2)
+
+
+def test_evaluation_in_the_global_batch_size_has_no_effect() -> None:
+    schedule = "--step-batch-size-schedule 0:4,1000:8 --batch-size 2"
+    config = parse_line(f"{schedule} --eval-iters 3 --eval-global-batch-size 8", world_size=2)
+    assert config.batch.eval_iters == 3
+    assert config.ignored["--eval-global-batch-size 8"] == "it is the global batch size"
+
+
+@pytest.mark.parametrize(
+    ("family", "spec"),
+    [
+        ("bert", "local"),
+        ("gpt2", "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"),
+        ("gpt2", "megatron.core.models.mamba.mamba_layer_specs mamba_stack_spec"),
+    ],
+)
+def test_layer_specifications_of_megatron_have_no_effect(family: str, spec: str) -> None:
+    assert list(parse_line(f"--spec {spec}", family).ignored) == [f"--spec {spec}"]
+
+
+def test_chunks_of_sequences_have_no_effect_without_dropout() -> None:
+    line = "--ds-sequence-parallel-fpdt --ds-sequence-parallel-size 2 --hidden-dropout 0"
+    assert "--ds-sequence-parallel-fpdt" in parse_line(line, is_megatron=True, world_size=2).ignored
+
+
+EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        (f"--num-layers 6 --pipeline-chunks 2 {EMBEDDING} {LOSS}", "E|t|t|t|t|t|t|L"),
+        (f"--num-layers 7 --pipeline-chunks 2 {EMBEDDING}", "E|t|t|t|t|t|t|tL"),
+        (f"--num-layers 3 {LOSS}", "Et|t|t|L"),
+        (f"--num-layers 8 --pipeline-chunks 2 {EMBEDDING} {LOSS}", None),
+    ],
+)
+def test_counted_embedding_and_loss_split_fewer_layers_than_chunks(flags: str, layout: str | None) -> None:
+    config = parse_line(f"{flags} --pipe-parallel-size 4", world_size=4)
+    assert config.parallel.pipeline_layout == layout
+    assert (EMBEDDING in config.ignored, LOSS in config.ignored) == (layout is None, layout is None)
+    if layout:
+        assert config.parallel.chunks == len(layout.split("|")) / 4
 
 
 @pytest.mark.parametrize(
