@@ -111,7 +111,9 @@ def quantize_columns(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
 
 
 def _cast(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:
-    return (x.float() * (E4M3_MAX / maxima.clamp(min=MIN_MAXIMUM))).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
+    bounded = maxima.clamp(min=MIN_MAXIMUM)
+    inverse = torch.full_like(bounded, E4M3_MAX) / bounded  # number / tensor would round twice, unlike the kernels
+    return (x.float() * inverse).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def _row_block(x: torch.Tensor) -> int:

@@ -189,14 +189,16 @@ def column_maxima_kernel(
 
 def quantize_rows_kernel(x: torch.Tensor, maxima: torch.Tensor, out: torch.Tensor, width: int, BLOCK: int) -> None:
     """Emulate the quantization of rows."""
-    out.copy_((x.float() * (448.0 / maxima.clamp(min=1e-12)).unsqueeze(1)).clamp(-448.0, 448.0))
+    inverse = torch.full_like(maxima, 448.0) / maxima.clamp(min=1e-12)  # rounded once
+    out.copy_((x.float() * inverse.unsqueeze(1)).clamp(-448.0, 448.0))
 
 
 def quantize_columns_kernel(
     x: torch.Tensor, maxima: torch.Tensor, out: torch.Tensor, num_rows: int, width: int, TILE: int
 ) -> None:
     """Emulate the quantization and transposition of columns."""
-    scaled = x.float() * (448.0 / maxima.clamp(min=1e-12)).unsqueeze(-2)
+    inverse = torch.full_like(maxima, 448.0) / maxima.clamp(min=1e-12)
+    scaled = x.float() * inverse.unsqueeze(-2)
     out.copy_(scaled.clamp(-448.0, 448.0).transpose(-2, -1))
 
 

@@ -294,6 +294,16 @@ def test_quantized_factors_are_those_of_one_process(size: int, sequence_parallel
             assert torch.equal(weight_grad, shard.narrow(whole_weight_grad))
 
 
+def test_inverse_scales_are_rounded_once() -> None:
+    """As in the kernels, for every mantissa of a maximum in bf16; torch computes a number / tensor in two steps."""
+    values = torch.arange(128, 256) / 128
+    rows = torch.minimum(values, values.unsqueeze(1)).bfloat16()
+    inverse = torch.tensor([448.0 / value for value in values.tolist()])  # rounded to fp64, then to fp32
+    expected = (rows.float() * inverse.unsqueeze(1)).to(torch.float8_e4m3fn)
+    assert torch.equal(quantize_rows(rows, values).float(), expected.float())
+    assert torch.equal(quantize_columns(rows.t(), values).float(), expected.float())
+
+
 def forward_with_infinity(rank: int, size: int) -> torch.Tensor:
     """Return the output of a row-parallel layer whose first rank has an infinite input."""
     group = group_of_all_ranks(rank, size)
