@@ -71,7 +71,7 @@ def column_maxima(x: torch.Tensor) -> torch.Tensor:
 
 def scales_of(maxima: torch.Tensor) -> torch.Tensor:
     """Return the scales that map ``maxima`` to 448, fp32."""
-    return maxima.clamp(min=MIN_MAXIMUM) / E4M3_MAX
+    return maxima.clamp(min=MIN_MAXIMUM) * (1 / E4M3_MAX)  # CUDA divides by a number in this way, and CPUs do not
 
 
 def quantize_rows(x: torch.Tensor, maxima: torch.Tensor) -> torch.Tensor:

@@ -291,7 +291,7 @@ def _layout_error(engine: LayerCheckpoints, checkpoint: dict[str, Any]) -> str |
         return None
     return (
         f"optimizer states can be loaded only if each rank has the same layers as when they were saved: {difference}. "
-        "Pass load_optimizer_states=False to load only the weights."
+        "Pass load_optimizer_states=False (--load-weights-only) to load only the weights."
     )
 
 
