@@ -458,12 +458,12 @@ class DecoderCosts(Costs):
         """Count the elements per token that attention saves: queries, keys, values and its output.
 
         Rotary embedding saves another copy of queries and keys (except with context parallelism), as do query
-        and key norms. With an all-to-all over the context ranks, another copy of the output is saved. An output gate
-        saves its sigmoid and the gated output.
+        and key norms. With an all-to-all over all context ranks, another copy of the output is saved; the hierarchical
+        form recomputes it. An output gate saves its sigmoid and the gated output.
         """
         copies = (attention_width(self.model) + self.keys(layer)) * (self.model.qk_norm != "none")
         if self.context > 1:
-            copies += context_width(self.model) if self.head_ranks_of(layer) > 1 else 0
+            copies += context_width(self.model) if self.head_ranks_of(layer) == self.context else 0
         elif has_rotary(self.model, layer):
             copies += attention_width(self.model) + self.keys(layer)
         return self._core_saved_numel(layer) + copies + 2 * self.gates

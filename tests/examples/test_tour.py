@@ -34,7 +34,9 @@ ROOT = Path(__file__).resolve().parents[2]
 SECTIONS = make_sections()
 NAMES = [section.name for section in SECTIONS]
 COMMANDS = [command for section in SECTIONS for commands in section.groups for command in commands]
-CLONED_PATHS = ("examples", "megatron", "tds", "tools", "run_gpt2.sh", "pretrain_gpt2.py", "ds_config_gpt2.json")
+CLONED_PATHS = (
+    "data", "examples", "megatron", "tds", "tools", "run_gpt2.sh", "pretrain_gpt2.py", "ds_config_gpt2.json",
+)  # fmt: skip
 ENGLISH = Texts("en")
 
 STUB = """\
@@ -65,7 +67,8 @@ sys.exit(tour.main(["{name}", "--limit-s", "600"]))
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """Return a folder that looks like a checkout; the tour writes its runs there."""
+    """Return a folder that looks like a checkout. The tour writes runs there, and the sample data in the checkout."""
+    (ROOT / "data").mkdir(exist_ok=True)
     for name in CLONED_PATHS:
         (tmp_path / name).symlink_to(ROOT / name)
     return tmp_path
