@@ -12,12 +12,11 @@ from typing import Any
 from megatron.config.option import option
 
 
-
 def _read_num_experts(text: str) -> int:
     """Read one number, or the same number for each layer with experts, as Megatron-DeepSpeed's ``--num-experts``.
 
     Raises:
-        ValueError: the layers have different numbers. Expert parallelism, costs and the planner have one for all layers.
+        ValueError: the layers have different numbers. Expert parallelism and costs use one number for all.
     """
     (number,) = set(map(int, text.split()))
     return number
@@ -125,8 +124,8 @@ class ExpertFeatures:
     )
     moe_use_residual: bool = _option(
         False,
-        "add the outputs of the routed experts and of the shared expert with the softmax of a linear layer of the token "
-        "as weights, as PR-MoE; the shared expert is of size --moe-ffn-hidden-size by default",
+        "weight the outputs of the routed experts and of the shared expert by the softmax of a linear layer, as "
+        "PR-MoE; the default size of the shared expert is --moe-ffn-hidden-size",
     )
     moe_router_group_score_topk: int = _option(
         0,

@@ -27,7 +27,6 @@ _MIXTRAL_SETTINGS = {
     "moe_router_group_topk": 0, "moe_router_enable_expert_bias": False, "moe_expert_capacity_factor": 0.0,
     "moe_eval_capacity_factor": 0.0, "moe_min_capacity": 0, "moe_token_drop_policy": "probs",
     "moe_router_pre_softmax": False, "moe_shared_expert_intermediate_size": 0, "moe_shared_expert_gate": False,
-    "moe_use_residual": False,
 }  # fmt: skip
 """Settings of Mixtral."""
 _SIZES = ("moe_router_topk", "moe_ffn_hidden_size", "moe_layer_freq")

@@ -277,7 +277,6 @@ def _nemotron_problems(model: ModelConfig) -> Iterator[str]:
         for name, required in (
             ("moe_router_score_function", SIGMOID), ("moe_router_enable_expert_bias", True),
             ("moe_router_pre_softmax", False), ("moe_shared_expert_gate", False), ("moe_expert_capacity_factor", 0.0),
-            ("moe_use_residual", False),
         ):  # fmt: skip
             if getattr(model, name) != required:
                 yield f"--{name.replace('_', '-')} must be {required}, got {getattr(model, name)}"
@@ -571,7 +570,7 @@ def _granite_hybrid_problems(model: ModelConfig) -> Iterator[str]:
         for name, required in (
             ("moe_router_score_function", "softmax"), ("moe_router_enable_expert_bias", False),
             ("moe_router_pre_softmax", False), ("moe_shared_expert_gate", False), ("moe_router_num_groups", 0),
-            ("moe_router_topk_scaling_factor", 1.0), ("moe_expert_capacity_factor", 0.0), ("moe_use_residual", False),
+            ("moe_router_topk_scaling_factor", 1.0), ("moe_expert_capacity_factor", 0.0),
         ):  # fmt: skip
             if getattr(model, name) != required:
                 yield f"--{name.replace('_', '-')} must be {required}, got {getattr(model, name)}"
