@@ -158,9 +158,7 @@ def format_of(config: Config, model_type: str | None = None) -> HFFormat:
                 f"{', '.join(available)}"
             )
     if config.model.moe_use_residual:
-        raise CheckpointError(
-            "this model has no Hugging Face format: residual experts (--moe-use-residual)"
-        )
+        raise CheckpointError("this model has no Hugging Face format: residual experts (--moe-use-residual)")
     problems_by_type: dict[str, list[str]] = {}
     for hf_format in candidates:
         problems = list(hf_format.problems(config))
