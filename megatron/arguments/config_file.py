@@ -388,7 +388,7 @@ class _Reader:
             if any(isinstance(word, (dict, list, bool)) or word is None for word in words) or not words:
                 raise ValueError(f"a string, or a list of strings and numbers, got {_describe_value(value)}")
             text = option.join([str(word) for word in words])
-            if not option.is_list:
+            if not option.is_list and option.read is None:
                 return True, text
             value, problem = option.convert(text, option.flag)
             return True, text if problem else value

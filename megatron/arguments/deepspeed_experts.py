@@ -9,6 +9,7 @@
 | --moe-train-capacity-factor | --moe-expert-capacity-factor with --moe-token-drop-policy random | 1 |
 | --moe-eval-capacity-factor, --moe-min-capacity | the same names | 1, 4 |
 | --disable-moe-token-dropping | --moe-expert-capacity-factor 0 | |
+| --mlp-type residual | --moe-use-residual | standard |
 
 These defaults apply if at least one of the flags is given next to --num-experts above 1.
 
@@ -28,6 +29,7 @@ FLAGS = (
     "--disable-moe-token-dropping", "--disable-moe-top2-2nd-expert-sampling", "--mlp-type",
 )  # fmt: skip
 SAMPLING = "--disable-moe-top2-2nd-expert-sampling"
+STANDARD, RESIDUAL = "standard", "residual"
 
 
 def convert_deepspeed_experts(scanned: Scan) -> None:
@@ -38,11 +40,8 @@ def convert_deepspeed_experts(scanned: Scan) -> None:
     if (scanned.values.get("num_experts") or 0) <= 1:
         scanned.ignored |= dict.fromkeys(flags, "the model has no experts")
         return
-    if flags.get("--mlp-type", "standard") != "standard":
-        scanned.problems.append(
-            f"--mlp-type must be standard with --num-experts, got {flags['--mlp-type']!r}: a residual layer has other "
-            "weights. Use --moe-shared-expert-intermediate-size with --moe-shared-expert-gate"
-        )
+    if (mlp_type := flags.get("--mlp-type", STANDARD)) not in (STANDARD, RESIDUAL):
+        scanned.problems.append(f"--mlp-type must be {STANDARD} or {RESIDUAL}, got {mlp_type!r}")
     topk, drops_tokens = flags.get("--topk", 1), "--disable-moe-token-dropping" not in flags
     if topk > 1 and drops_tokens:
         scanned.problems.append(
@@ -74,6 +73,8 @@ def _set_fields(scanned: Scan, flags: dict[str, Any], topk: int, *, drops_tokens
     }
     if topk == 1:
         fields["moe_router_pre_softmax"] = ("--topk", True)
+    if flags.get("--mlp-type") == RESIDUAL:
+        fields["moe_use_residual"] = ("--mlp-type", True)
     if drops_tokens:
         fields |= {
             "moe_token_drop_policy": ("--moe-train-capacity-factor", "random"),

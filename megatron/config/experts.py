@@ -11,6 +11,17 @@ from typing import Any
 
 from megatron.config.option import option
 
+
+def _read_num_experts(text: str) -> int:
+    """Read one number, or the same number for each layer with experts, as Megatron-DeepSpeed's ``--num-experts``.
+
+    Raises:
+        ValueError: the layers have different numbers. Expert parallelism and costs use one number for all.
+    """
+    (number,) = set(map(int, text.split()))
+    return number
+
+
 _option = partial(option, family_kind="decoder", elsewhere="experts are supported in decoders only; remove it")
 
 _MAX_PATTERN_LENGTH = 10_000
@@ -27,8 +38,10 @@ class ExpertFeatures:
     num_experts: int = _option(
         0,
         "number of experts E per feed-forward layer, of which --moe-router-topk process each token; 0 and 1: dense "
-        "layers",
+        "layers. A list with one number per layer with experts is accepted if all are equal",
         minimum=0,
+        join=" ".join,
+        read=_read_num_experts,
     )
     moe_ffn_hidden_size: int = _option(0, "size f of an expert", minimum=1, shown_default="ff-hidden-size")
     moe_layer_freq: str = _option(
@@ -109,6 +122,11 @@ class ExpertFeatures:
     moe_shared_expert_gate: bool = _option(
         False, "multiply the output of the shared expert by a sigmoid gate, as Qwen2-MoE"
     )
+    moe_use_residual: bool = _option(
+        False,
+        "weight the outputs of the routed experts and of the shared expert by the softmax of a linear layer, as "
+        "PR-MoE; the default size of the shared expert is --moe-ffn-hidden-size",
+    )
     moe_router_group_score_topk: int = _option(
         0,
         "number of a group's best scores whose sum selects the groups of a token; 1: the best score, as DeepSeek-V2",
@@ -120,8 +138,11 @@ class ExpertFeatures:
         if self.num_experts <= 1:  # a dense model ignores all expert settings
             for name in FIELD_NAMES:
                 object.__setattr__(self, name, ExpertFeatures.__dataclass_fields__[name].default)
-        elif not self.moe_ffn_hidden_size:
+            return
+        if not self.moe_ffn_hidden_size:
             object.__setattr__(self, "moe_ffn_hidden_size", getattr(self, "ff_hidden_size", 0))
+        if self.moe_use_residual and not self.moe_shared_expert_intermediate_size:
+            object.__setattr__(self, "moe_shared_expert_intermediate_size", self.moe_ffn_hidden_size)
 
     def capacity(self, num_tokens: int, *, is_training: bool) -> int:
         """Return the number of tokens that an expert keeps of a sample of ``num_tokens``."""
@@ -261,6 +282,11 @@ def expert_problems(config: Any) -> Iterator[str]:
         yield (
             "--moe-shared-expert-gate has no effect without a shared expert. Add "
             "--moe-shared-expert-intermediate-size, or remove it"
+        )
+    if model.moe_shared_expert_gate and model.moe_use_residual:
+        yield (
+            "--moe-shared-expert-gate and --moe-use-residual exclude each other: both weight the output of the shared "
+            "expert. Remove one of them"
         )
 
 

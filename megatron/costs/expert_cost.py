@@ -21,6 +21,7 @@ from megatron.costs.cost import Product
 # | parameters in total | m h (E f + f') + E h, the latter for the router |
 # | active parameters, which a token uses | m h (k f + f') + E h |
 # | parameters on a rank | m h (E f / e + f') / t + E h |
+# | coefficients (--moe-use-residual) | 2 h + 2 in each of the three rows above |
 # | biases (--hidden-bias) | (m - 1) f / t + h per expert, E for the router |
 # | rows for the experts of a rank | n k |
 # | saved elements | 2 n k h for received rows and returned results, and activations of width k f + f' |
@@ -66,7 +67,13 @@ class ExpertCosts:
     @property
     def flops(self) -> int:
         """FLOPs per token in forward."""
-        return 2 * self.model.hidden_size * (self.matrices * self.active_width + int(self.model.num_experts))
+        num_router_rows = int(self.model.num_experts) + self._num_coefficients
+        return 2 * self.model.hidden_size * (self.matrices * self.active_width + num_router_rows)
+
+    @property
+    def _num_coefficients(self) -> int:
+        """Number of weights per token for the outputs of the routed experts and of the shared expert; 0 or 2."""
+        return 2 * self.model.moe_use_residual
 
     def parameters(self, tensor: int = 1, *, is_active: bool = False) -> int:
         """Count the block's parameters on one of ``tensor`` ranks; the router is not sharded.
@@ -81,7 +88,7 @@ class ExpertCosts:
         shared_size = model.moe_shared_expert_intermediate_size
         shared = self.matrices * h * shared_size // tensor + self._num_biases(shared_size, tensor)
         router = model.num_experts * (h + model.moe_router_enable_expert_bias + model.hidden_bias)
-        router += h * model.moe_shared_expert_gate
+        router += h * model.moe_shared_expert_gate + self._num_coefficients * (h + 1)
         return int(experts + shared + router)
 
     def distributed_parameters(self, tensor: int = 1) -> int:
@@ -149,6 +156,8 @@ class ExpertCosts:
                 Product(tokens, h, entering * shared, is_column=True, is_quantizable=True),
                 Product(tokens, shared, h, is_quantizable=True),
             ]
+        if self._num_coefficients:
+            products.append(Product(tokens, h, self._num_coefficients))
         return tuple(products)
 
     def saved_bytes(
@@ -171,14 +180,15 @@ class ExpertCosts:
         weights = rows * (width + wide * is_normalised)
         lists = rows * 2 * ROW_INDEX_BYTES * num_permutations + local_tokens * EXPERT_INDEX_BYTES * k
         tables = self._num_tables * local_tokens * num_experts * wide
-        gated = local_tokens * h * width if model.moe_shared_expert_gate else 0
+        num_weighted_outputs = 2 if model.moe_use_residual else int(model.moe_shared_expert_gate)
+        weighted = num_weighted_outputs * local_tokens * h * width
         return (
             2 * rows * h * width
             + between
             + weights
             + lists
             + tables
-            + gated
+            + weighted
             + self._input_bytes(local_tokens, tokens, width, saves_gathered_inputs)
         )
 

@@ -55,6 +55,12 @@ def test_two_experts_without_dropping() -> None:
     assert fields["moe_expert_capacity_factor"] == 0.0 and fields["moe_layer_freq"] == "[1,1,1,1,1]"
 
 
+def test_residual_type_adds_dense_layer_of_same_size() -> None:
+    model = parse_line("--num-experts 8 --mlp-type residual --ffn-hidden-size 24").model
+    assert model.moe_use_residual and model.moe_shared_expert_intermediate_size == model.moe_ffn_hidden_size == 24
+    assert not parse_line("--num-experts 8 --mlp-type standard").model.moe_use_residual
+
+
 def test_dense_model_ignores_flags() -> None:
     config = parse_line("--num-experts 1 --topk 1 --moe-loss-coeff 0.1 --mlp-type residual")
     assert set(config.ignored) >= {"--topk", "--moe-loss-coeff", "--mlp-type"}
@@ -64,7 +70,8 @@ def test_dense_model_ignores_flags() -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ("--mlp-type residual", "--mlp-type must be standard with --num-experts, got 'residual'"),
+        ("--mlp-type other", "--mlp-type must be standard or residual, got 'other'"),
+        ("--mlp-type residual --moe-shared-expert-gate", "--moe-use-residual exclude each other"),
         ("--topk 2", "--topk 2 needs --disable-moe-token-dropping"),
         ("--topk 2 --disable-moe-token-dropping", "--topk 2 needs --disable-moe-top2-2nd-expert-sampling"),
         ("--topk 1 --moe-router-topk 3", "--topk 1 must agree with --moe-router-topk 3"),

@@ -227,6 +227,7 @@ _DECODER_REQUIRED_FLAGS = {
             "--moe-z-loss-coeff",
             "--moe-expert-capacity-factor",
             "--moe-shared-expert-intermediate-size",
+            "--moe-use-residual",
         ),
         _EXPERT_FLAGS,
     ),

@@ -59,6 +59,7 @@ SHADOWED = {
             "moe_expert_capacity_factor": "1",
             "moe_shared_expert_intermediate_size": "8",
             "moe_shared_expert_gate": "",
+            "moe_use_residual": "",
             "expert_model_parallel_size": "1",
             "expert_tensor_parallel_size": "1",
         }.items()

@@ -128,7 +128,7 @@ OBSERVED_FIELDS = {
         moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
         moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff moe_expert_capacity_factor
         moe_token_drop_policy moe_min_capacity moe_shared_expert_intermediate_size moe_shared_expert_gate
-        moe_router_group_score_topk
+        moe_router_group_score_topk moe_use_residual
         softmax_type attention_output_gate no_rope_freq rotary_interleaved rotary_truncate qk_norm_order
         activation_func_clamp_value glu_linear_offset parallel_residual logit_scale attention_temperature_scale
         attention_temperature_floor rotary_short_factors rotary_long_factors

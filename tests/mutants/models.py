@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron.models.common.cache_slots import KVCacheSlots
+from megatron.models.common.experts import Coefficient
 from megatron.mpu.groups import SINGLE
 from megatron.mpu.mappings import reduce_from_tensor_region
 from megatron.mpu.shard import Shard, set_shard
@@ -22,6 +23,9 @@ TENSOR_RANKS = "tests/models/common/test_tensor_ranks.py::test_tensor_ranks_matc
 CONTEXT = "tests/models/common/test_context_parallel.py::test_every_family_matches_one_process_with_same_masks"
 CONTEXT_A2A = "tests/models/common/test_context_parallel.py::test_all_to_all_matches_one_process"
 PARTIAL = "tests/models/common/test_sequence_parallel.py::test_replicated_parameters_have_partial_gradients"
+SEQUENCE_SHARDS = (
+    "tests/models/common/test_sequence_parallel.py::test_every_family_matches_one_process_with_same_masks[2]"
+)
 CACHE = "tests/models/common/test_cache.py::test_decoder_cache_matches_full_forward[gpt2]"
 SINK_LAYOUT = "tests/parity/test_extras.py::test_every_layout_equals_single_process"
 SLOPES = "tests/models/common/test_mpt_model.py::test_tensor_ranks_use_slopes_of_their_heads"
@@ -422,6 +426,16 @@ def capacity_of_experts_is_rounded_down(original: Any) -> Any:
         return original(experts, weights, replace(args, moe_expert_capacity_factor=factor), parallel, **options)
 
     return capacity_mask
+
+
+@mutant("megatron.models.common.experts:Coefficient.forward", f"{BY_TOKEN}[residual]")
+def coefficients_of_routed_and_shared_experts_are_swapped(original: Any) -> Any:
+    return lambda self, x: original(self, x).flip(-1)
+
+
+@mutant("megatron.models.common.parallel_context:ParallelContext.mark_sequence_parallel", SEQUENCE_SHARDS)
+def gradients_of_coefficients_are_not_summed_over_sequence_shards(original: Any) -> Any:
+    return lambda self, module: module if isinstance(module, Coefficient) else original(self, module)
 
 
 @mutant("megatron.models.common.router:Routers._reduce_counters", EXPERT_LAYOUT)

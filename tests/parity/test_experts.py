@@ -43,6 +43,10 @@ DEEPSEEK = (
     "--moe-shared-expert-intermediate-size 16 --moe-shared-expert-gate --moe-layer-freq [0,1,1,1] "
     "--moe-aux-loss-coeff 0.05"
 )
+RESIDUAL = (
+    f"{SIZES} --topk 1 --mlp-type residual --expert-interval 2 --moe-loss-coeff 0.1 --moe-train-capacity-factor 1.2 "
+    "--moe-min-capacity 2"
+)
 CAPACITY = f"{BALANCED} --moe-expert-capacity-factor 0.8"
 POSITION = f"{CAPACITY} --moe-token-drop-policy position"
 RANDOM = f"{CAPACITY} --moe-token-drop-policy random --moe-eval-capacity-factor 1.2 --moe-min-capacity 2"
@@ -58,6 +62,7 @@ LAYOUTS = [
     (BALANCED, (1, 1, 4), f"{EP} 2 {ZERO} 1 --optimizer muon", 1),
     (BALANCED, (2, 1, 1), f"{EP} 2 {UNSHARDED_EXPERTS}", 1),
     (BIASES, (4, 1, 1), f"{SEQUENCE_PARALLEL} {ETP} 2", 1),
+    (RESIDUAL, (2, 1, 2), f"{EP} 2 {SEQUENCE_PARALLEL} {ZERO} 1 {RECOMPUTED}", 1),
     *(
         pytest.param(*case, marks=SLOW)
         for case in (
@@ -83,6 +88,17 @@ LAYOUTS = [
             (RANDOM, (2, 1, 1), f"{SEQUENCE_PARALLEL} {RECOMPUTED}", 2),
             (RANDOM, (1, 2, 2), f"{EP} 2", 1),
             (POSITION, (1, 1, 2), "", 1),
+            (RESIDUAL, (2, 1, 1), "", 1),
+            (RESIDUAL, (2, 1, 1), SEQUENCE_PARALLEL, 2),
+            (RESIDUAL, (1, 2, 2), f"{EP} 2", 1),
+            (RESIDUAL, (2, 2, 1), f"{SEQUENCE_PARALLEL} {RECOMPUTED}", 1),
+            (RESIDUAL, (1, 2, 1), "--pipeline-schedule zb-h1", 1),
+            (RESIDUAL, (1, 1, 2), f"{EP} 4 {ZERO} 1", 2),
+            (RESIDUAL, (1, 1, 4), f"{EP} 2 {ZERO} 2", 1),
+            (RESIDUAL, (2, 1, 2), f"{EP} 2 {SEQUENCE_PARALLEL} {ZERO} 3", 1),
+            (RESIDUAL, (1, 1, 2), f"{ZERO} 3 {RECOMPUTED}", 1),
+            (RESIDUAL, (2, 1, 2), f"{EP} 2 {UNSHARDED_EXPERTS} {ZERO} 2", 1),
+            (RESIDUAL, (2, 1, 2), f"{SEQUENCE_PARALLEL} --optimizer muon", 1),
             (BALANCED, (2, 1, 2), "--optimizer muon", 1),
             (DEEPSEEK, (2, 1, 1), UNSHARDED_EXPERTS, 1),
             (BALANCED, (1, 1, 2), f"{EP} 2", 1),
@@ -137,6 +153,7 @@ MODEL_NAMES = {
     CAPACITY: "capacity",
     POSITION: "position",
     RANDOM: "random",
+    RESIDUAL: "residual",
 }
 
 

@@ -106,6 +106,7 @@ UNSHARDED = f"{SP} {ETP} 1"
         pytest.param((1, 1, 4, f"{EP} 2 --zero-stage 3"), "--bf16", marks=SLOW),
         pytest.param((1, 2, 2, f"{EP} 2 --zero-stage 3 --pipeline-schedule zb-h1"), "--bf16", marks=SLOW),
         pytest.param((4, 1, 1, f"{SP} {ETP} 2 {EP} 2"), "--bf16", marks=SLOW),
+        pytest.param((2, 1, 2, f"{SP} {EP} 2 --zero-stage 1"), "--bf16 --moe-use-residual", marks=SLOW),
         pytest.param((1, 1, 2, ""), "--bf16 --moe-router-load-balancing-type global_aux_loss", marks=SLOW),
         pytest.param(
             (2, 1, 1, "--sequence-parallel"),
@@ -168,14 +169,33 @@ LAYOUT_CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), LAYOUT_CHANGES)
-def test_checkpoint_resumes_in_another_layout_with_same_losses(saved: Layout, loaded: Layout, tmp_path: Path) -> None:
-    ((expected, _), *_) = run_ranks(get_world_size(saved), save_and_continue, saved, "--fp64", tmp_path)
-    for actual, _ in run_ranks(get_world_size(loaded), load_and_continue, loaded, "--fp64", tmp_path):
+def check_layout_change(saved: Layout, loaded: Layout, extra: str, folder: Path) -> None:
+    """Save in one layout, continue in another, and compare the losses with those of the run that did not stop."""
+    ((expected, _), *_) = run_ranks(get_world_size(saved), save_and_continue, saved, extra, folder)
+    for actual, _ in run_ranks(get_world_size(loaded), load_and_continue, loaded, extra, folder):
         for actual_step, expected_step in zip(actual, expected, strict=True):
             assert [float.fromhex(actual_step[n]) for n in actual_step] == pytest.approx(
                 [float.fromhex(expected_step[n]) for n in actual_step], abs=1e-12
             )
+
+
+@pytest.mark.parametrize(("saved", "loaded"), LAYOUT_CHANGES)
+def test_checkpoint_resumes_in_another_layout_with_same_losses(saved: Layout, loaded: Layout, tmp_path: Path) -> None:
+    check_layout_change(saved, loaded, "--fp64", tmp_path)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ((2, 1, 2, f"{SP} {EP} 2 --zero-stage 1"), (1, 2, 1, "")),
+        ((1, 1, 2, "--zero-stage 3"), (2, 1, 1, SP)),
+    ],
+)
+def test_residual_experts_resume_in_another_layout(saved: Layout, loaded: Layout, tmp_path: Path) -> None:
+    check_layout_change(saved, loaded, "--fp64 --moe-use-residual", tmp_path)
+    names = set(open_latest(tmp_path / CHECKPOINTS, SINGLE).names())
+    assert {f"weights/layers.1.mlp.coefficient.{name}" for name in ("weight", "bias")} <= names
 
 
 def test_checkpoint_stores_one_tensor_per_expert(tmp_path: Path) -> None:

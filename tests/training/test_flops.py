@@ -25,6 +25,7 @@ from examples.bert import pretrain_bert
 from examples.llama import pretrain_llama
 from examples.mpt import pretrain_mpt
 from megatron.config import Config
+from megatron.config.experts import expert_layers
 from megatron.models import registry
 from megatron.training import initialize
 from megatron.training.callbacks.speed_monitor import Rates
@@ -54,6 +55,11 @@ CASES: dict[str, tuple[ModuleType, str]] = {
         pretrain_llama,
         "--seq-length 24 --num-experts 6 --moe-router-topk 2 --moe-ffn-hidden-size 20 --moe-layer-freq [0,1] "
         "--moe-shared-expert-intermediate-size 12 --moe-shared-expert-gate --moe-aux-loss-coeff 0.1",
+    ),
+    "llama, residual experts": (
+        pretrain_llama,
+        "--seq-length 24 --num-experts 6 --moe-router-topk 1 --moe-router-pre-softmax --moe-ffn-hidden-size 20 "
+        "--moe-layer-freq [0,1] --moe-use-residual",
     ),
     "mpt": (pretrain_mpt, "--seq-length 24"),
     "mpt, untied": (pretrain_mpt, "--seq-length 24 --untie-embeddings-and-output-weights"),
@@ -108,8 +114,9 @@ def vector_flops(config: Config) -> float:
     groups = model.num_query_groups
     gates = 2 if model.activation.startswith("gated-") else 1
     biases = (model.num_attention_heads + 2 * groups) * d + h + gates * f + h if model.hidden_bias else 0
+    coefficients = 2 * sum(expert_layers(model.moe_layer_freq, model.num_layers)) if model.moe_use_residual else 0
     head_params = h + 2 if config.family == "bert" and config.family_config.binary_head else 0  # of one token
-    return 6.0 * (LENGTH * (model.num_layers * (2 * norm + biases) + norm) + head_params)
+    return 6.0 * (LENGTH * (model.num_layers * (2 * norm + biases) + norm + coefficients) + head_params)
 
 
 @pytest.mark.parametrize("name", CASES)

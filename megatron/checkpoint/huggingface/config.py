@@ -157,6 +157,8 @@ def format_of(config: Config, model_type: str | None = None) -> HFFormat:
                 f"--model-type {model_type!r} is not available for models of this family. Use one of "
                 f"{', '.join(available)}"
             )
+    if config.model.moe_use_residual:
+        raise CheckpointError("this model has no Hugging Face format: residual experts (--moe-use-residual)")
     problems_by_type: dict[str, list[str]] = {}
     for hf_format in candidates:
         problems = list(hf_format.problems(config))

@@ -44,6 +44,8 @@ from tds.linear_function import linear
 class MoE(nn.Module):
     """Mixture of experts: ``sum over the chosen experts e of weight_e(x) e(x)``, plus the shared expert of x.
 
+    With ``moe_use_residual``, the two summands are weighted by the ``Coefficient`` of x.
+
     Shapes:
         input, output [s, b, h], or this rank's shard of the sequence, depending on ``parallel``
 
@@ -52,7 +54,7 @@ class MoE(nn.Module):
         make_mlp: builds a dense feed-forward layer from (args, parallel); called for each expert and the shared expert.
 
     Source: Shazeer et al. 2017, "Outrageously large neural networks"; Dai et al. 2024, "DeepSeekMoE" (shared experts);
-    Gale et al. 2022, "MegaBlocks" (no token dropped).
+    Gale et al. 2022, "MegaBlocks" (no token dropped); Rajbhandari et al. 2022, "DeepSpeed-MoE" (residual experts).
     """
 
     def __init__(
@@ -79,13 +81,15 @@ class MoE(nn.Module):
                 bias: torch.Tensor | None = expert.down.bias  # type: ignore[union-attr, assignment]
                 if bias is not None:
                     set_partial(bias)
-        self.shared_expert, self.shared_expert_gate = None, None
+        self.shared_expert, self.shared_expert_gate, self.coefficient = None, None, None
         if args.moe_shared_expert_intermediate_size:
             self.shared_expert = make_mlp(
                 replace(args, ff_hidden_size=args.moe_shared_expert_intermediate_size), parallel
             )
         if args.moe_shared_expert_gate:
             self.shared_expert_gate = parallel.mark_sequence_parallel(Gate(args.hidden_size))
+        if args.moe_use_residual:
+            self.coefficient = parallel.mark_sequence_parallel(Coefficient(args.hidden_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, experts = self.router(x)  # 2 x [s, b, k]
@@ -97,7 +101,13 @@ class MoE(nn.Module):
             self.router.count_dropped(is_kept)
             experts = experts.masked_fill(~is_kept, self.model_args.num_experts)
         y = self._apply_routed_experts(x, weights, experts, has_drops=has_drops)
-        return y if self.shared_expert is None else y + self._apply_shared_expert(x)
+        if self.shared_expert is None:
+            return y
+        shared = self._apply_shared_expert(x)
+        if self.coefficient is None:
+            return y + shared
+        routed_weight, shared_weight = self.coefficient(x).chunk(2, dim=-1)  # 2 x [s, b, 1]
+        return y * routed_weight + shared * shared_weight
 
     def _apply_shared_expert(self, x: torch.Tensor) -> torch.Tensor:
         assert self.shared_expert is not None  # checked by forward
@@ -211,3 +221,21 @@ class Gate(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return linear(x, self.weight, fuse=False).sigmoid()
+
+
+class Coefficient(nn.Module):
+    """Weights of the routed experts and of the shared expert, the softmax of a linear layer: [s, b, h] to [s, b, 2].
+
+    The layer has a bias even without ``--hidden-bias``.
+
+    Source: Rajbhandari et al. 2022, "DeepSpeed-MoE", section 4.1; DeepSpeed, moe/layer.py, ``use_residual``.
+    """
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = empty_weight((2, hidden_size), Shard((2, hidden_size)))
+        self.bias = nn.Parameter(torch.zeros(2))
+        set_matrices(self.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias, fuse=False).softmax(-1)

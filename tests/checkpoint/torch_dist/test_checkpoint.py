@@ -208,10 +208,11 @@ def test_export_rejects_existing_iteration_and_unknown_settings(written: Path, t
     export_torch_dist(checkpoint, tmp_path, ExportOptions())
     with pytest.raises(ConfigError, match=f"--output must not contain {ITERATION}"):
         export_torch_dist(checkpoint, tmp_path, ExportOptions())
-    model = {**checkpoint.metadata["config"]["model"], "attn_logit_softcapping": 30.0}
+    model = {**checkpoint.metadata["config"]["model"], "attn_logit_softcapping": 30.0, "moe_use_residual": True}
     checkpoint.metadata["config"] = {**checkpoint.metadata["config"], "model": model}
     with pytest.raises(
-        CheckpointError, match=r"settings that Megatron-LM's GPT does not have: attn_logit_softcapping 30"
+        CheckpointError,
+        match=r"settings that Megatron-LM's GPT does not have: moe_use_residual True, attn_logit_softcapping 30",
     ):
         export_torch_dist(checkpoint, tmp_path / "other", ExportOptions())
     assert not (tmp_path / "other").exists()

@@ -115,6 +115,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True, "moe_z_loss_coeff": 0.05,
         "moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True, "activation": "gated-silu",
     },
+    "residual": {"moe_use_residual": True, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "residual, biases": {"moe_use_residual": True, "hidden_bias": True, "activation": "gated-silu"},
     "first dense": {"moe_layer_freq": "[0,1]", "moe_shared_expert_intermediate_size": 8},
     "biases": {
         "hidden_bias": True, "moe_shared_expert_intermediate_size": 8, "activation": "gated-quick-gelu",

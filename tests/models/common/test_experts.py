@@ -52,6 +52,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softmax with bias": {"moe_router_enable_expert_bias": True, **BALANCED},
     "shared": {"moe_shared_expert_intermediate_size": 6, "activation": "gated-gelu"},
     "shared with gate": {"moe_shared_expert_intermediate_size": 6, "moe_shared_expert_gate": True},
+    "residual": {"moe_use_residual": True, "moe_router_topk": 1, "moe_router_pre_softmax": True, **BALANCED},
+    "residual, capacity": {"moe_use_residual": True, "hidden_bias": True, "moe_expert_capacity_factor": 0.7},
     "capacity by weight": {"moe_expert_capacity_factor": 0.7, "activation": "gated-silu", **BALANCED},
     "capacity by position": {"moe_expert_capacity_factor": 0.7, "moe_token_drop_policy": "position"},
     "biases": {"hidden_bias": True, "moe_shared_expert_intermediate_size": 6, **BALANCED},
@@ -127,6 +129,14 @@ def route_token(moe: MoE, x: torch.Tensor) -> tuple[dict[int, torch.Tensor], tor
     return {e: w * args.moe_router_topk_scaling_factor for e, w in weights.items()}, loss
 
 
+def weights_of_sum(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+    """Return the weights of the routed experts' sum and of the shared expert's output for one token."""
+    if moe.coefficient is not None:
+        routed, shared = (moe.coefficient.weight @ x + moe.coefficient.bias).exp()
+        return routed / (routed + shared), shared / (routed + shared)
+    return 1.0, 1.0 if moe.shared_expert_gate is None else (moe.shared_expert_gate.weight @ x).sigmoid()
+
+
 def run_by_token(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     """Return what the layer makes of ``x``, token by token, the sum of the losses of its router, and its choices.
 
@@ -155,8 +165,8 @@ def run_by_token(moe: MoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor,
                 torch.zeros_like(x[s, b]),
             )
             if moe.shared_expert is not None:
-                gate = 1.0 if moe.shared_expert_gate is None else (moe.shared_expert_gate.weight @ x[s, b]).sigmoid()
-                row = row + gate * apply_expert(moe.shared_expert, x[s, b])
+                routed_weight, shared_weight = weights_of_sum(moe, x[s, b])
+                row = routed_weight * row + shared_weight * apply_expert(moe.shared_expert, x[s, b])
             out = out.index_put((torch.tensor(s), torch.tensor(b)), row)
     return out, sum(losses), choices
 
@@ -467,6 +477,17 @@ def test_group_score_topk_must_fit_groups(flags: str, message: str) -> None:
     line = f"--num-experts 6 --moe-router-group-score-topk 4 {flags} --data-path none"
     with pytest.raises(ConfigError, match=f"--moe-router-group-score-topk {message}"):
         parse(line.split(), world_size=1)
+
+
+def test_one_number_of_experts_for_all_layers() -> None:
+    assert parse("--num-experts 8 8 --data-path none".split(), world_size=1).model.num_experts == 8
+    with pytest.raises(ConfigError, match="--num-experts must be an integer of at least 0, got '8 16'"):
+        parse("--num-experts 8 16 --data-path none".split(), world_size=1)
+
+
+def test_residual_and_gate_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="--moe-shared-expert-gate and --moe-use-residual exclude each other"):
+        parse("--num-experts 8 --moe-use-residual --moe-shared-expert-gate --data-path none".split(), world_size=1)
 
 
 def test_rejects_invalid_moe_layouts_together() -> None:

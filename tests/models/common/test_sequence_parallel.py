@@ -43,6 +43,9 @@ EXPERT_ARGS = {
     "num_experts": 4, "moe_ffn_hidden_size": 12, "hidden_bias": False, "moe_shared_expert_intermediate_size": 8,
     "moe_shared_expert_gate": True, "moe_aux_loss_coeff": 0.1,
 }  # fmt: skip
+RESIDUAL_EXPERT_ARGS = {
+    "num_experts": 4, "moe_ffn_hidden_size": 12, "hidden_bias": False, "moe_use_residual": True,
+}  # fmt: skip
 T5_LENGTHS = {"encoder": 8, "decoder": 4}
 """Of T5's samples, so that 4 ranks divide them."""
 
@@ -89,6 +92,7 @@ def cases() -> dict[str, Case]:
             DecoderModel, mpt_model_args(**DROPOUT_RATES), decoder_fields("tokens", "segment_ids", **document_kwargs)
         ),
         "llama, experts": Case(DecoderModel, small_model_args(**EXPERT_ARGS), vars(make_batch())),
+        "residual experts": Case(DecoderModel, small_model_args(**RESIDUAL_EXPERT_ARGS), vars(make_batch())),
         "bert": Case(BertModel, bert_model_args(**DROPOUT_RATES), bert_fields),
         "t5": Case(
             T5Model, t5_model_args(**{**MODEL_VARIANTS["T5 v1.1"], **RECOMPUTED_ARGS}), t5_fields(with_documents=True)

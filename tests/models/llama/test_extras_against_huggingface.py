@@ -318,6 +318,7 @@ def test_gpt_oss_without_scaling_is_not_scaled_by_the_default_of_the_class() -> 
         ({"v_head_dim": 4}, "--v-head-dim must be 0, got 4"),
         ({"attention_value_scale": 0.5}, "--attention-value-scale must be 1.0"),
         ({"window_num_query_groups": 6}, "--window-num-query-groups must be 0, got 6"),
+        ({"moe_use_residual": True}, "no Hugging Face format: residual experts"),
     ],
 )
 def test_export_rejects_settings_that_afmoe_cannot_express(changes: dict[str, Any], message: str) -> None:
