@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from megatron.config import Config
 from megatron.config.batch import share_of
 from megatron.config.batch_rampup import BatchSizes
+from megatron.config.seq_length import SeqLengths
 from megatron.errors import DataError
 from megatron.mpu.topology import Topology, chunk_indices
 
@@ -29,6 +30,7 @@ class Stretch:
         step: completed steps before the stretch.
         samples: samples consumed before it.
         stop_step: last step of the stretch; None: it continues.
+        curriculum: (first step, length) of --seq-length-curriculum, which truncates samples; () without one.
     """
 
     step: int
@@ -39,6 +41,7 @@ class Stretch:
     tokens_per_sample: int
     topology: Topology
     stop_step: int | None = None
+    curriculum: tuple[tuple[int, int], ...] = ()
 
     @property
     def stop_samples(self) -> int | None:
@@ -51,6 +54,12 @@ class Stretch:
         """Return the samples that ``step`` (counted from 1) reads."""
         first = self.batch_sizes.consumed_after(step - 1 - self.step, self.samples)
         return range(first, first + self.batch_sizes.at(first))
+
+    def tokens_read(self, step: int) -> int:
+        """Count the inputs that ``step`` (counted from 1) reads from each sample."""
+        if not self.curriculum:
+            return self.tokens_per_sample
+        return SeqLengths(self.tokens_per_sample, curriculum=self.curriculum).length_of_step(0, step - 1)
 
     def step_of(self, sample: int) -> int:
         """Return the step that reads ``sample``, which must be in this stretch."""
@@ -85,6 +94,8 @@ def append(folder: Path, config: Config, topology: Topology, step: int, samples:
         "tokens_per_sample": config.tokens_per_sample,
         "layout": topology.axis_sizes(),
     }
+    if curriculum := config.batch.seq_lengths.curriculum:
+        entry["curriculum"] = curriculum
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / FILE_NAME, "a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
@@ -117,6 +128,7 @@ def _decode(entry: dict[str, Any]) -> Stretch:
     return Stretch(
         entry["step"], entry["samples"], entry["micro_batch_size"], _batch_sizes(*entry["batch_sizes"]),
         entry["is_interleaved"], entry["tokens_per_sample"], Topology(**layout),
+        curriculum=tuple((first, length) for first, length in entry.get("curriculum", ())),
     )  # fmt: skip
 
 
@@ -143,16 +155,16 @@ def reader_of(stretch: Stretch, step: int, sample: int) -> Reader:
         micro_batch, remainder = divmod(micro_batch_in_step - share.first, share.spacing)
         if not remainder and 0 <= micro_batch < share.num_micro_batches:
             ranks = [rank for rank in range(topology.world_size) if topology.coordinate(rank).data == replica]
-            return Reader(replica, micro_batch, ranks, _chunks(stretch, ranks))
+            return Reader(replica, micro_batch, ranks, _chunks(stretch, step, ranks))
     raise IndexError(f"step {step} reads the samples {samples.start} to {samples.stop - 1}, got {sample}")
 
 
-def _chunks(stretch: Stretch, ranks: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+def _chunks(stretch: Stretch, step: int, ranks: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
     """Return the input tokens that each rank holds, if the sequence is sharded over context ranks."""
     context = stretch.topology.context
     if context == 1:
         return {}
-    length = stretch.tokens_per_sample // (2 * context)
+    length = stretch.tokens_read(step) // (2 * context)
     return {
         rank: [
             (chunk * length, (chunk + 1) * length)
