@@ -511,7 +511,7 @@ def _set_lengths_in_samples(
     Args:
         run_samples: samples of the run without the limit by --train-tokens.
         converts_warmup: the warm-up has a length in steps or samples, and the decay counts the tokens that
-            --seq-length-curriculum leaves. The warm-up ends after the tokens of its steps.
+            --seq-length-curriculum leaves. The warm-up ends after the tokens of its samples.
     """
     decay = _length_in_samples(scanned, "decay", length_flags.get("--lr-decay-tokens"), batch_sizes, tokens_per_sample)
     decay = run_samples if decay is None else decay
@@ -524,13 +524,7 @@ def _set_lengths_in_samples(
         warmup = Fraction(batch_sizes.consumed_after(values["lr_warmup_iters"]))
     values["lr_decay_samples"] = _to_number(decay)
     if warmup is not None and converts_warmup:
-        warmup_steps = batch_sizes.steps_until(warmup)
-        if batch_sizes.consumed_after(warmup_steps) != warmup:
-            scanned.problems.append(
-                f"the warm-up must end after a step with {CURRICULUM_NAME} and --lr-decay-tokens, got "
-                f"{_to_number(warmup)} samples and {batch_sizes.full} per step. Use --lr-warmup-iters"
-            )
-        warmup = Fraction(lengths.tokens_after(warmup_steps, batch_sizes)) / tokens_per_sample
+        warmup = lengths.tokens_of(round(warmup), batch_sizes) / tokens_per_sample
     decay_steps = batch_sizes.steps_until(decay)
     if values.get("lr_trained_tokens", "none") != "none" and lengths.truncates:
         decay_steps = lengths.steps_until(math.ceil(decay * tokens_per_sample), batch_sizes)

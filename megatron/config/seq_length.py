@@ -116,6 +116,18 @@ class SeqLengths:
             num_steps, samples, tokens = num_steps + taken, after, tokens - (after - samples) * length
         return num_steps
 
+    def tokens_of(self, samples: int, batch_sizes: BatchSizes) -> int:
+        """Count the tokens that a run trains on in its first ``samples`` samples, which may end within a step."""
+        steps = max(batch_sizes.steps_until(samples) - 1, 0)
+        left = samples - batch_sizes.consumed_after(steps)
+        return self.tokens_after(steps, batch_sizes) + left * self.length_of_step(samples, steps)
+
+    def samples_of(self, tokens: int, batch_sizes: BatchSizes) -> float:
+        """Count the samples in which a run trains on its first ``tokens`` tokens; the inverse of ``tokens_of``."""
+        steps = max(self.steps_until(tokens, batch_sizes) - 1, 0)
+        samples, left = batch_sizes.consumed_after(steps), tokens - self.tokens_after(steps, batch_sizes)
+        return samples + left / self.length_of_step(samples, steps)
+
     def _phases(self) -> Iterator[tuple[int, int | None, int]]:
         """Yield (first step, first step of the next phase, trained tokens per sample); the last phase has no end."""
         phases = self.curriculum or ((1, self.full),)  # the schedule splits samples, so every token is trained on

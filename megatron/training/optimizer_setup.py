@@ -184,11 +184,10 @@ class SchedulePositions:
         self.scheduler, self.lengths = scheduler, config.batch.seq_lengths
         self.follows_samples = config.optimizer.lr_follows_samples
         trained_tokens = config.optimizer.lr_trained_tokens if self.lengths.truncates else "none"
-        self.counts_trained_tokens, self.warmup_samples = trained_tokens != "none", 0
+        self.counts_trained_tokens, self.warmup_samples = trained_tokens != "none", 0.0
         if trained_tokens == "decay":
-            batch_sizes = config.batch.batch_sizes(data_parallel_size)
-            steps = self.lengths.steps_until(round(scheduler.warmup_updates * self.lengths.full), batch_sizes)
-            self.warmup_samples = batch_sizes.consumed_after(steps)
+            tokens = round(scheduler.warmup_updates * self.lengths.full)
+            self.warmup_samples = self.lengths.samples_of(tokens, config.batch.batch_sizes(data_parallel_size))
 
     def of_weight_decay(self, progress: TrainProgress, num_samples: int) -> float:
         """Return the position of the step after ``progress``, in samples or updates."""

@@ -118,6 +118,10 @@ def test_tokens_and_steps_equal_sums_over_steps(steps: int, tokens: int, start: 
     expected = next(count for count, total in enumerate(accumulate(by_step[start:]), 1) if total >= tokens)
     assert lengths.steps_until(tokens, sizes, start, consumed[start]) == expected
     assert lengths.steps_until(0, sizes, start, consumed[start]) == 0
+    samples = tokens // 64
+    assert round(lengths.samples_of(lengths.tokens_of(samples, sizes), sizes), 6) == samples
+    by_sample = [lengths.length_of_step(0, step) for step in range(400) for _ in range(sizes.at(consumed[step]))]
+    assert lengths.tokens_of(samples, sizes) == sum(by_sample[:samples])
     assert SeqLengths(64).steps_until(tokens, sizes, start, consumed[start]) == sizes.steps_until(
         consumed[start] + Fraction(tokens, 64), consumed[start]
     )
@@ -155,7 +159,6 @@ def test_invalid_curriculum_raises(curriculum: str, message: str) -> None:
         ("--seq-length-schedule 0:8;99:64", "exclude each other, got both"),
         ("--context-parallel-size 8", "must be a multiple of 2 x --context-parallel-size = 16, got 8, 24, 40, 56"),
         ("--eval-only --load x", "--seq-length-curriculum applies to training only, got --eval-only"),
-        ("--train-tokens 9000 --lr-decay-tokens 900 --lr-warmup-samples 9", "must end after a step"),
         (
             "--train-tokens 9000 --lr-decay-tokens 900 --lr-decay-style wsd --lr-wsd-decay-iters 9",
             "--lr-wsd-decay-iters 9 with --seq-length-curriculum",
