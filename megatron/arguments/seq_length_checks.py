@@ -13,20 +13,10 @@ if TYPE_CHECKING:
     from megatron.config.config import Config
 
 
-LEGACY_FLAG = "--curriculum-learning-legacy"
-
-
 def curriculum_problems(config: Config) -> Iterator[str]:
     """Yield an error message for each problem in the curriculum, and for lengths that the layout does not support."""
     text, full, name = config.batch.seq_length_curriculum, config.batch.seq_length, curriculum.NAME
-    if text is None:
-        if LEGACY_FLAG in config.ignored:
-            yield (
-                f"{LEGACY_FLAG} needs an enabled section curriculum_learning in the JSON of --deepspeed_config, got "
-                f"none. Add it, use {curriculum.FLAG}, or remove the flag"
-            )
-        return
-    if config.family_config.KIND != "decoder":  # other families reject the flag
+    if text is None or config.family_config.KIND != "decoder":  # other families reject the flag
         return
     if config.batch.seq_length_schedule is not None:
         yield f"{FLAG} and {name} exclude each other, got both. Remove one of them"

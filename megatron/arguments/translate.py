@@ -176,7 +176,7 @@ CONVERSIONS: Mapping[str, Callable[[Scan, Any, str], None]] = {
 DEFERRED_CONVERSIONS = (
     "zero_stage", "profile_steps", "paths", "lengths", "skip_train", "gelu", "mup", "no_pipeline", "unique_layers",
     "require_checkpoint", "checkpoint_schedule", "linear_biases", "norm_bias", "deepspeed_experts", "eval_batch",
-    "accounted_layout", "fpdt",
+    "accounted_layout", "fpdt", "curriculum",
 )  # fmt: skip
 """Conversions that depend on other flags or on sizes. They are defined below, except for ``require_checkpoint`` in
 ``other_programs``, ``checkpoint_schedule`` in ``checkpoint.checkpoint_args``, ``deepspeed_experts``, and
@@ -597,6 +597,11 @@ SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis
 def resolve_dependent_settings(scanned: Scan, values: dict[str, Any], family: str) -> None:
     """Resolve settings that depend on others: change ``values``, and add unused flags to ``scanned.ignored``."""
     converted, t = scanned.converted, values.get("model_parallel_size", 1)
+    if "--curriculum-learning-legacy" in converted and values.get("seq_length_curriculum") is None:
+        scanned.problems.append(
+            "--curriculum-learning-legacy needs an enabled section curriculum_learning in the JSON of "
+            "--deepspeed_config, got none. Add it, use --seq-length-curriculum, or remove the flag"
+        )
     if "--swiglu" in converted and "ff_hidden_size" not in values and "hidden_size" in values:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
     _set_gelu(scanned, values)
