@@ -34,7 +34,7 @@ SCHEDULE_VALUES = {
 """Fields of the schedule, two values each."""
 SAMPLED_UPDATES = (*range(12), *range(26, 41), *range(288, 301), *range(316, 326), *range(416, 426), 10**7)
 """Updates of the warm-up, of the end of the decay, and far beyond it."""
-GROUP_FIELDS = {"lr_embedding", "lr_head", "lr_by_name", "lr", "lr_decay_style", "lr_step_offset"}
+GROUP_FIELDS = {"lr_embedding", "lr_head", "lr_by_name", "lr", "lr_decay_style", "lr_step_offset", "lr_trained_tokens"}
 
 ROPE_FLAGS = "--position-embedding-type rope"
 EXPERT_FLAGS = "--num-experts 4"

@@ -228,7 +228,7 @@ READING_MODULES = {
     "strict_flags": "arguments/parser.py",
     "ignore_unknown_flags": "config/run.py",
     "train_tokens_lr_unit": "arguments/translate.py",
-    "lr_trained_tokens": "training/trainer.py",
+    "lr_trained_tokens": "training/optimizer_setup.py",
     "verbose_deepspeed": "training/deepspeed_engine.py",
     "dry_run": "training/startup.py",
     "check_paths": "training/dry_run.py",
