@@ -14,6 +14,7 @@ from megatron.arguments import deepspeed_keys, deepspeed_scheduler
 from megatron.arguments.flag_values import all_options, has_suggestion, unknown_message
 from megatron.arguments.sources import DEEPSPEED_JSON, Layer
 from megatron.config.config import Config
+from megatron.config.curriculum import curriculum_text
 from megatron.config.option import LARGEST_INT
 from megatron.errors import ConfigError
 from tds.schedule.simulate import is_auto
@@ -179,6 +180,7 @@ def validate_keys(text: JsonText) -> tuple[dict[str, Any], list[str], dict[str, 
     return valid, problems, ignored | dict(_ignored_keys(valid))
 
 
+CURRICULUM = "curriculum_learning"
 UNKNOWN = "unknown key"
 """Reason to ignore a top-level key that is neither a key of DeepSpeed nor similar to one."""
 
@@ -227,7 +229,7 @@ def _ignored_keys(json: Mapping[str, Any], path: str = "") -> Iterator[tuple[str
             yield full_name, key.description
         elif name == "scheduler" and deepspeed_scheduler.is_supported(value):
             continue
-        elif not path and name in deepspeed_keys.REJECTED:
+        elif not path and (name in deepspeed_keys.REJECTED or (name == CURRICULUM and _is_disabled(name, value))):
             yield full_name, "it is disabled"
         elif isinstance(value, dict) and _section(full_name):
             yield from _ignored_keys(value, full_name)
@@ -245,6 +247,8 @@ def _is_disabled(name: str, value: Any) -> bool:
         return all(entry == "auto" for entry in value.get("params", {}).values()) and bool(value.get("params"))
     if name == "data_types":
         return value.get("grad_accum_dtype", "fp32") in ("fp32", None) and set(value) == {"grad_accum_dtype"}
+    if name == CURRICULUM:
+        return value.get("enabled", False) is False
     if name == "data_efficiency":
         return value.get("enabled") is False or all(
             entry.get("enabled", False) is False for entry in value.values() if isinstance(entry, dict)
@@ -260,6 +264,8 @@ def _key_problems(text: JsonText, name: str, value: Any) -> Iterator[str]:
     elif name in deepspeed_keys.REJECTED:
         if not _is_disabled(name, value):
             yield f"{location}: key {name} is not supported: {deepspeed_keys.REJECTED[name]}"
+    elif name == CURRICULUM and _is_disabled(name, value):
+        return
     elif name in deepspeed_keys.IGNORED:
         yield from _value_problems(location, name, deepspeed_keys.IGNORED[name], value)
     elif name == "optimizer" and isinstance(value, dict) and list(_optimizer_problems(text, value)):
@@ -324,10 +330,15 @@ def _value_problems(location: str, name: str, key: deepspeed_keys.Key, value: An
         deepspeed_keys.TEXT_OR_NULL: value is None or isinstance(value, str),
         deepspeed_keys.TEXTS: isinstance(value, list) and all(isinstance(v, str) for v in value),
         deepspeed_keys.DEPTH: is_integer and value >= -1,
+        deepspeed_keys.POSITIVES: isinstance(value, list) and all(_is_positive(v) for v in value),
         deepspeed_keys.BETAS: isinstance(value, list) and len(value) == 2 and all(_is_number(v) for v in value),
     }
     if not is_valid[key.value_type]:
         yield f"{location}: {name} must be {key.value_type}, got {value!r}"
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: Any) -> bool:
@@ -471,6 +482,8 @@ def _json_values(json: Mapping[str, Any], problems: list[str]) -> dict[str, tupl
     if _is_stated(params.get("betas")):
         keyed_values["adam_beta1"] = ("optimizer.params.betas[0]", params["betas"][0])
         keyed_values["adam_beta2"] = ("optimizer.params.betas[1]", params["betas"][1])
+    if (curriculum := json.get(CURRICULUM)) is not None and not _is_disabled(CURRICULUM, curriculum):
+        keyed_values["seq_length_curriculum"] = (f"{CURRICULUM}, that is", curriculum_text(curriculum))
     return keyed_values
 
 

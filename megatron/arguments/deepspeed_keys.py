@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.config.curriculum import SCHEDULE_KEYS
 from tds.schedule import PLACEMENTS
 from tds.schedule.simulate import SCHEDULES
 
@@ -45,6 +46,7 @@ TEXTS = "a list of strings"
 DEPTH = "an integer of at least -1"
 INTEGERS = (POSITIVE, INTEGER, DEPTH)
 BETAS = "two numbers"
+POSITIVES = "a list of positive integers"
 ANY = "anything"
 
 FIELD_KEYS = {
@@ -216,9 +218,25 @@ PIPELINE = {
 ON_BY_DEFAULT = ("overlap_reduction",)
 """Keys of "pipeline" whose default is true. They are passed to the engine only if false, other keys only if set."""
 
+CURRICULUM = {
+    "enabled": Key(BOOLEAN),
+    "curriculum_type": Key(TEXT, choices=("seqlen",)),
+    "min_difficulty": Key(POSITIVE),
+    "max_difficulty": Key(POSITIVE),
+    "schedule_type": Key(TEXT, choices=tuple(SCHEDULE_KEYS)),
+    "schedule_config": Key(OBJECT),
+}
+CURRICULUM_SCHEDULE = {
+    "total_curriculum_step": Key(POSITIVE),
+    "difficulty_step": Key(POSITIVE),
+    "root_degree": Key(NUMBER),
+    "difficulty": Key(POSITIVES),
+    "max_step": Key(POSITIVES),
+}
+
 SECTIONS = {
     "fp16": FP16, "bf16": BF16, "zero_optimization": ZERO, "optimizer": OPTIMIZER,
-    "activation_checkpointing": ACTIVATIONS,
+    "activation_checkpointing": ACTIVATIONS, "curriculum_learning": CURRICULUM,
 }  # fmt: skip
 """Sections that are read here and not passed to DeepSpeed, whose engine always receives ZeRO stage 0."""
 
@@ -313,6 +331,7 @@ UNUSED_PIPELINE_KEYS = {
 _MONITOR = {"enabled": Key(BOOLEAN), "output_path": Key(TEXT), "job_name": Key(TEXT)}
 SUBSECTIONS = {
     "optimizer.params": OPTIMIZER_PARAMS,
+    "curriculum_learning.schedule_config": CURRICULUM_SCHEDULE,
     "zero_optimization.offload_optimizer": OFFLOAD,
     "zero_optimization.offload_param": OFFLOAD,
     "pipeline": {
@@ -419,8 +438,6 @@ REJECTED = {
     "sparse_attention": "attention is dense (SDPA); remove the section",
     "data_efficiency": "samples are not selected by difficulty and every step runs all layers; remove the section (the "
     "sequence length can grow: --seq-length-schedule)",
-    "curriculum_learning": "it would truncate samples and lose their tokens; remove the section and use "
-    '--seq-length-schedule "TOKENS: LENGTH; ..."',
     "progressive_layer_drop": "every step runs all layers; remove the section",
     "eigenvalue": "it is not used; remove the section",
     "quantize_training": "quantised training is not supported; remove the section",

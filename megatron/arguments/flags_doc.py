@@ -104,6 +104,16 @@ KEY_EFFECTS = {
     "optimizer.type": "`--optimizer`: AdamW, Adam (which DeepSpeed runs as AdamW), SGD or Muon",
     "optimizer.params": "the rows below",
     "optimizer.params.betas": "`--adam-beta1` and `--adam-beta2`",
+    "curriculum_learning.enabled": "true: `--seq-length-curriculum`; false: the other keys have no effect",
+    "curriculum_learning.curriculum_type": "other types are rejected",
+    "curriculum_learning.min_difficulty": "`--seq-length-curriculum`",
+    "curriculum_learning.max_difficulty": "`--seq-length-curriculum`",
+    "curriculum_learning.schedule_type": "`--seq-length-curriculum`; custom is rejected",
+    "curriculum_learning.schedule_config": "the rows below",
+    **{
+        f"curriculum_learning.schedule_config.{name}": "`--seq-length-curriculum`"
+        for name in deepspeed_keys.CURRICULUM_SCHEDULE
+    },
 }
 
 

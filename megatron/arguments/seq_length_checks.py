@@ -1,14 +1,38 @@
-"""Checks of ``--seq-length-schedule`` against the sequence length and the layout."""
+"""Checks of ``--seq-length-schedule`` and ``--seq-length-curriculum`` against the sequence length and the layout."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from megatron.config import curriculum
+from megatron.config.curriculum import curriculum_phases
 from megatron.config.seq_length import FLAG, parse_lengths
 
 if TYPE_CHECKING:
     from megatron.config.config import Config
+
+
+def curriculum_problems(config: Config) -> Iterator[str]:
+    """Yield an error message for each problem in the curriculum, and for lengths that the layout does not support."""
+    text, full, name = config.batch.seq_length_curriculum, config.batch.seq_length, curriculum.NAME
+    if text is None or config.family_config.KIND != "decoder":  # other families reject the flag
+        return
+    if config.batch.seq_length_schedule is not None:
+        yield f"{FLAG} and {name} exclude each other, got both. Remove one of them"
+    try:
+        phases = curriculum_phases(text)
+    except ValueError as error:
+        yield str(error)
+        return
+    if (largest := max(length for _, length in phases)) > full:
+        yield (
+            f"no length of {name} may exceed --seq-length, the length of a sample, got {largest} and {full}. Use "
+            f"--seq-length {largest}, or a smaller max_difficulty"
+        )
+    yield from _layout_problems(
+        config, list(dict.fromkeys(length for _, length in phases if length < full)), name, "difficulty_step"
+    )
 
 
 def schedule_problems(config: Config) -> Iterator[str]:
@@ -23,7 +47,7 @@ def schedule_problems(config: Config) -> Iterator[str]:
         return
     yield from _order_problems(steps)
     yield from _size_problems(steps, config.batch.seq_length)
-    yield from _layout_problems(config, [length for _, length in steps if length != config.batch.seq_length])
+    yield from _layout_problems(config, [length for _, length in steps if length != config.batch.seq_length], FLAG)
 
 
 def _order_problems(steps: tuple[tuple[int, int], ...]) -> Iterator[str]:
@@ -63,11 +87,13 @@ def _size_problems(steps: tuple[tuple[int, int], ...], full: int) -> Iterator[st
         )
 
 
-def _layout_problems(config: Config, lengths: list[int]) -> Iterator[str]:
+def _layout_problems(config: Config, lengths: list[int], flag: str, key: str = "") -> Iterator[str]:
     """Yield an error message if the ranks cannot split some of ``lengths``.
 
     Args:
         lengths: the lengths in the schedule, except --seq-length.
+        flag: the flag that sets the lengths.
+        key: the part of its value whose multiples are the lengths; "" if they are listed.
     """
     parallel = config.parallel
     c, t = parallel.context_parallel_size, parallel.model_parallel_size
@@ -81,7 +107,8 @@ def _layout_problems(config: Config, lengths: list[int]) -> Iterator[str]:
         return
     invalid = [str(length) for length in lengths if length % num_chunks]
     if invalid:
+        got = ", ".join(invalid[:5]) + (f" and {len(invalid) - 5} more" if len(invalid) > 5 else "")
+        multiples = f"a {key} that is a multiple" if key else "multiples"
         yield (
-            f"each length of {FLAG} must be a multiple of {rule}, got {', '.join(invalid)}. Use multiples of "
-            f"{num_chunks}, or {fix}"
+            f"each length of {flag} must be a multiple of {rule}, got {got}. Use {multiples} of {num_chunks}, or {fix}"
         )

@@ -104,6 +104,11 @@ SHADOWS = (
         lambda config: _has_warmup_length(config) or config.optimizer.lr_follows_samples,
         "the warm-up is not a fraction of steps",
     ),
+    Shadow(
+        ("lr_trained_tokens",),
+        lambda config: not (config.batch.seq_length_curriculum and config.optimizer.lr_follows_samples),
+        "it needs --seq-length-curriculum and a learning-rate schedule in samples",
+    ),
     Shadow(("lr_warmup_init",), lambda config: config.optimizer.warmup_length == 0, "the learning rate has no warm-up"),
     Shadow(
         ("weight_decay",),

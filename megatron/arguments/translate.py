@@ -34,10 +34,13 @@ from megatron.arguments.unused_flags import TRAINING_ONLY
 from megatron.arguments.weighted_paths import paths_of_file, paths_of_json, weighted_paths, with_weights
 from megatron.config.batch import BatchConfig
 from megatron.config.batch_rampup import BatchSizes, parse_rampup, parse_schedule
+from megatron.config.curriculum import NAME as CURRICULUM_NAME
+from megatron.config.curriculum import curriculum_phases
 from megatron.config.data import MOCK_DATA, SPLIT_PATH_FIELDS, TOKENIZERS
 from megatron.config.logging import DEFAULT_PROFILE_STEPS
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig
+from megatron.config.seq_length import SeqLengths
 from megatron.errors import ConfigError
 from megatron.models.registry import FAMILIES
 
@@ -173,7 +176,7 @@ CONVERSIONS: Mapping[str, Callable[[Scan, Any, str], None]] = {
 DEFERRED_CONVERSIONS = (
     "zero_stage", "profile_steps", "paths", "lengths", "skip_train", "gelu", "mup", "no_pipeline", "unique_layers",
     "require_checkpoint", "checkpoint_schedule", "linear_biases", "norm_bias", "deepspeed_experts", "eval_batch",
-    "accounted_layout", "fpdt",
+    "accounted_layout", "fpdt", "curriculum",
 )  # fmt: skip
 """Conversions that depend on other flags or on sizes. They are defined below, except for ``require_checkpoint`` in
 ``other_programs``, ``checkpoint_schedule`` in ``checkpoint.checkpoint_args``, ``deepspeed_experts``, and
@@ -327,9 +330,12 @@ def resolve_lengths(scanned: Scan, values: dict[str, Any], world_size: int) -> d
         )
     if not length_flags and not is_by_samples:
         return {}
-    batch_sizes = _batch_sizes(values, world_size)
-    if batch_sizes is None:  # reported by the checks of the layout
+    batch_sizes, lengths = _batch_sizes(values, world_size), _seq_lengths(values)
+    if batch_sizes is None or lengths is None:  # reported by the checks of the layout and of the curriculum
         return {}
+    converts_warmup = lengths.truncates and _count_trained_tokens(
+        scanned, values, length_flags, decays_with_run=is_exact and not has_decay
+    )
     tokens_per_sample = Fraction(_tokens_per_sample(values, scanned.family))
     limits = {
         flag[2:].replace("-", "_"): length_flags[flag]
@@ -338,7 +344,7 @@ def resolve_lengths(scanned: Scan, values: dict[str, Any], world_size: int) -> d
     }
     if "train_iters" in scanned.values and limits.keys() == {"train_tokens"}:
         limits["requested_train_iters"] = scanned.values["train_iters"]
-    steps = _set_train_iters(scanned, values, length_flags, batch_sizes, tokens_per_sample)
+    steps = _set_train_iters(scanned, values, length_flags, batch_sizes, lengths, tokens_per_sample)
     if is_by_samples:
         samples = Fraction(length_flags.get("--train-samples", batch_sizes.consumed_after(steps)))
         _set_lengths_in_samples(
@@ -346,8 +352,10 @@ def resolve_lengths(scanned: Scan, values: dict[str, Any], world_size: int) -> d
             values,
             length_flags,
             batch_sizes,
+            lengths,
             tokens_per_sample,
             length_flags["--train-tokens"] / tokens_per_sample if is_exact else samples,
+            converts_warmup=converts_warmup,
         )
     return limits
 
@@ -401,11 +409,54 @@ def _batch_sizes(values: Mapping[str, Any], world_size: int) -> BatchSizes | Non
         return None
 
 
+def _seq_lengths(values: Mapping[str, Any]) -> SeqLengths | None:
+    """Return the lengths of --seq-length-curriculum, or the full length; None if the curriculum is invalid."""
+    full, text = values.get("seq_length", BatchConfig().seq_length), values.get("seq_length_curriculum")
+    try:
+        return SeqLengths(full, curriculum=() if text is None else curriculum_phases(text))
+    except ValueError:
+        return None
+
+
+def _count_trained_tokens(
+    scanned: Scan, values: dict[str, Any], length_flags: Mapping[str, int], *, decays_with_run: bool
+) -> bool:
+    """Let a learning-rate schedule in tokens count the tokens after truncation, as in Megatron-DeepSpeed.
+
+    Args:
+        decays_with_run: the decay ends with --train-tokens, the only length of the run.
+
+    Returns:
+        True if the warm-up has a length in steps or samples, which must be converted.
+    """
+    if "--lr-decay-tokens" not in length_flags and not decays_with_run:
+        if "--lr-warmup-tokens" in length_flags:
+            scanned.problems.append(
+                f"--lr-warmup-tokens with {CURRICULUM_NAME} needs a decay in tokens, because a sample has fewer tokens "
+                "at the start, got none. Add --lr-decay-tokens, or use --lr-warmup-samples"
+            )
+        return False
+    names = ("lr_wsd_decay_iters", "lr_wsd_decay_samples") if values.get("lr_decay_style") == "wsd" else ()
+    for name in names:
+        if values.get(name) is not None:
+            scanned.problems.append(
+                f"{scanned.spelling.get(name, name)} with {CURRICULUM_NAME} and a decay in tokens has another unit. "
+                "Use --wsd-decay-fraction"
+            )
+    warmup = [values.get("lr_warmup_iters"), values.get("lr_warmup_samples")]
+    counts_samples = "--lr-warmup-tokens" not in length_flags and any(warmup)
+    if values.get("lr_trained_tokens") == "decay" and counts_samples:  # from config.json, already converted
+        return False
+    values["lr_trained_tokens"] = "decay" if counts_samples else "all"
+    return counts_samples
+
+
 def _set_train_iters(
     scanned: Scan,
     values: dict[str, Any],
     length_flags: Mapping[str, int],
     batch_sizes: BatchSizes,
+    lengths: SeqLengths,
     tokens_per_sample: Fraction,
 ) -> int:
     """Set ``train_iters``, and return the step count before the limit by --train-tokens is applied."""
@@ -432,6 +483,8 @@ def _set_train_iters(
     last = steps
     if limit is not None:
         by_tokens = batch_sizes.steps_until(limit / tokens_per_sample)
+        if lengths.truncates:
+            by_tokens = lengths.steps_until(limit, batch_sizes)
         last = by_tokens if steps is None else min(steps, by_tokens)
     if last is not None:
         values["train_iters"] = last
@@ -444,8 +497,11 @@ def _set_lengths_in_samples(
     values: dict[str, Any],
     length_flags: Mapping[str, int],
     batch_sizes: BatchSizes,
+    lengths: SeqLengths,
     tokens_per_sample: Fraction,
     run_samples: Fraction,
+    *,
+    converts_warmup: bool,
 ) -> None:
     """Set the decay and warm-up lengths in samples, and the step at which the decay ends.
 
@@ -454,6 +510,8 @@ def _set_lengths_in_samples(
 
     Args:
         run_samples: samples of the run without the limit by --train-tokens.
+        converts_warmup: the warm-up has a length in steps or samples, and the decay counts the tokens that
+            --seq-length-curriculum leaves. The warm-up ends after the tokens of its samples.
     """
     decay = _length_in_samples(scanned, "decay", length_flags.get("--lr-decay-tokens"), batch_sizes, tokens_per_sample)
     decay = run_samples if decay is None else decay
@@ -465,7 +523,12 @@ def _set_lengths_in_samples(
     if warmup is None and values.get("lr_warmup_iters") is not None:
         warmup = Fraction(batch_sizes.consumed_after(values["lr_warmup_iters"]))
     values["lr_decay_samples"] = _to_number(decay)
-    values["lr_decay_iters"] = max(batch_sizes.steps_until(decay), 1)
+    if warmup is not None and converts_warmup:
+        warmup = lengths.tokens_of(round(warmup), batch_sizes) / tokens_per_sample
+    decay_steps = batch_sizes.steps_until(decay)
+    if values.get("lr_trained_tokens", "none") != "none" and lengths.truncates:
+        decay_steps = lengths.steps_until(math.ceil(decay * tokens_per_sample), batch_sizes)
+    values["lr_decay_iters"] = max(decay_steps, 1)
     if warmup is not None:
         values["lr_warmup_samples"] = _to_number(warmup)
         values["lr_warmup_iters"] = None
@@ -534,6 +597,11 @@ SCALING = ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis
 def resolve_dependent_settings(scanned: Scan, values: dict[str, Any], family: str) -> None:
     """Resolve settings that depend on others: change ``values``, and add unused flags to ``scanned.ignored``."""
     converted, t = scanned.converted, values.get("model_parallel_size", 1)
+    if "--curriculum-learning-legacy" in converted and values.get("seq_length_curriculum") is None:
+        scanned.problems.append(
+            "--curriculum-learning-legacy needs an enabled section curriculum_learning in the JSON of "
+            "--deepspeed_config, got none. Add it, use --seq-length-curriculum, or remove the flag"
+        )
     if "--swiglu" in converted and "ff_hidden_size" not in values and "hidden_size" in values:
         values["ff_hidden_size"] = int(4 * values["hidden_size"] * 2 / 3) // 64 * 64 or 64
     _set_gelu(scanned, values)

@@ -79,6 +79,8 @@ def data_notes(config: Config, world_size: int) -> Iterator[str]:
         yield from _late_step_notes(config, world_size)
     if config.batch.seq_length_schedule is not None and not config.checkpoint.eval_only:
         yield from _late_length_notes(config, world_size)
+    if config.batch.seq_length_curriculum is not None and not config.checkpoint.eval_only:
+        yield from _late_curriculum_notes(config)
 
 
 def _empty_split_notes(config: Config) -> Iterator[str]:
@@ -167,6 +169,16 @@ def _late_length_notes(config: Config, world_size: int) -> Iterator[str]:
         )
 
 
+def _late_curriculum_notes(config: Config) -> Iterator[str]:
+    steps = config.batch.train_iters
+    late = [(first, length) for first, length in config.batch.seq_lengths.curriculum if first > steps]
+    if late and steps:
+        yield (
+            f"--seq-length-curriculum: the run ends after step {steps}, so the lengths from {late[0][1]} on, which the "
+            f"curriculum reaches in step {late[0][0]}, have no effect"
+        )
+
+
 def _flags(config: Config, names: tuple[str, ...]) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in names if name in config.explicit_fields]
 
@@ -201,7 +213,7 @@ TRAINING_FIELDS = (
     "save_interval", "save_interval_minutes", "checkpoint_format", "async_save", "on_save_error",
     "export_hf_interval", "save_remote",
     "rampup_batch_size", "step_batch_size_schedule", "iterations_to_skip",
-    "seq_length_schedule", "num_workers", "prefetch_factor", "mixture_schedule",
+    "seq_length_schedule", "seq_length_curriculum", "num_workers", "prefetch_factor", "mixture_schedule",
     "layout_independent_dropout",
     "stability_guard", "stability_sigma", "stability_window", "stability_patience", "drift_interval",
 )  # fmt: skip

@@ -423,6 +423,7 @@ def _cross_problems(config: Config) -> Iterator[str]:
     yield from sequence_parallel_problems(config)
     yield from context_parallel_problems(config)
     yield from seq_length_checks.schedule_problems(config)
+    yield from seq_length_checks.curriculum_problems(config)
     yield from unused_flags.unused_flag_problems(config)
     yield from run_checks.stability_problems(config)
     yield from zero_problems(config)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.config.batch_rampup import BatchSizes, parse_rampup, parse_schedule
+from megatron.config.curriculum import curriculum_phases
 from megatron.config.option import option
 from megatron.config.run_length import RunLength
 from megatron.config.seq_length import SeqLengths, parse_lengths
@@ -99,6 +100,16 @@ class BatchConfig:
         elsewhere="T5 and BERT build and mask each sample at its full length, which cannot be split; remove it",
         shown_default="--seq-length in every step",
     )
+    seq_length_curriculum: str | None = option(
+        None,
+        "DeepSpeed's curriculum (curriculum_learning in its JSON), which truncates the samples of a step to a length "
+        "that follows the step number and drops the tokens after it: schedule_type and key=value pairs, such as "
+        "fixed_linear min_difficulty=64 max_difficulty=2048 total_curriculum_step=1000 difficulty_step=8",
+        family_kind="decoder",
+        elsewhere="T5 and BERT build and mask each sample at its full length, which cannot be truncated; remove it",
+        join=" ".join,
+        shown_default="--seq-length in every step",
+    )
     train_iters: int = option(
         200, "number of optimizer steps of the run; 0: evaluate and save only", minimum=0, short="optimizer steps"
     )
@@ -157,11 +168,13 @@ class BatchConfig:
 
     @property
     def seq_lengths(self) -> SeqLengths:
-        """Sequence length as a function of the tokens consumed.
+        """Sequence length of each step.
 
         Raises:
-            ValueError: --seq-length-schedule is invalid.
+            ValueError: --seq-length-schedule or --seq-length-curriculum is invalid.
         """
+        if self.seq_length_curriculum is not None:
+            return SeqLengths(self.seq_length, curriculum=curriculum_phases(self.seq_length_curriculum))
         schedule = self.seq_length_schedule
         return SeqLengths(self.seq_length, () if schedule is None else parse_lengths(schedule))
 
@@ -207,10 +220,11 @@ class BatchConfig:
         batch_sizes = self.batch_sizes(data_parallel_size)
         if self.train_samples is None and self.train_tokens is None:
             return RunLength(batch_sizes, self.train_iters)
-        tokens = self.train_tokens
-        min_samples = None if tokens is None else -(-tokens // tokens_per_sample)
+        tokens, lengths = self.train_tokens, self.seq_lengths
+        min_samples = None if tokens is None or lengths.truncates else -(-tokens // tokens_per_sample)
         samples = self.train_samples
         if samples is not None and self.step_batch_size_schedule is not None:  # the last step may exceed the samples
             min_samples = samples if min_samples is None else min(samples, min_samples)
             samples = None
-        return RunLength(batch_sizes, self.requested_train_iters, samples, min_samples)
+        trained_tokens = tokens if lengths.truncates else None
+        return RunLength(batch_sizes, self.requested_train_iters, samples, min_samples, trained_tokens, lengths)

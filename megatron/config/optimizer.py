@@ -87,6 +87,12 @@ class OptimizerConfig:
         "with the tokens for any global batch, or steps",
         choices=("samples", "steps"),
     )
+    lr_trained_tokens: str = option(
+        "none",
+        "with --seq-length-curriculum: phases of a learning-rate schedule in samples that count --seq-length tokens "
+        "after truncation as a sample: none, decay (the warm-up counts samples) or all; set by --lr-decay-tokens",
+        choices=("none", "decay", "all"),
+    )
     lr_warmup_iters: int | None = option(
         None, "warm-up steps, instead of a fraction", minimum=0, shown_default="set by --warmup"
     )

@@ -12,17 +12,19 @@ and each token is a label exactly once, as in the full window:
 
 The tokens of a step, the samples and their order are therefore independent of the schedule, and so is the position at
 which a run resumes. The number of tokens consumed is the number of samples consumed times L.
+
+``--seq-length-curriculum`` truncates samples instead (``megatron.config.curriculum``): a step of length l reads columns
+0 ... l of each window, and drops the tokens after them. Its lengths follow the step number.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
+from megatron.config.batch_rampup import BatchSizes
 
 FLAG = "--seq-length-schedule"
 MAX_TOKENS = 2**62
@@ -33,37 +35,105 @@ _RULE = 'must be entries "TOKENS: LENGTH" separated by semicolons, such as "0: 5
 
 @dataclass(frozen=True)
 class SeqLengths:
-    """Slice length as a function of the tokens consumed. Without ``steps``, every step uses ``full``.
+    """Sequence length of each step. Without ``steps`` and ``curriculum``, every step uses ``full``.
 
     Args:
         full: tokens per sample (--seq-length).
-        steps: (tokens, length), both increasing, from 0 tokens in the first entry to the length ``full`` in the last.
+        steps: (tokens, length) of --seq-length-schedule, both increasing, from 0 tokens in the first entry to the
+            length ``full`` in the last. Samples are split.
+        curriculum: (first step, length) of --seq-length-curriculum, in increasing steps from step 1. Samples are
+            truncated.
     """
 
     full: int
     steps: tuple[tuple[int, int], ...] = ()
+    curriculum: tuple[tuple[int, int], ...] = ()
 
     def at(self, tokens: int) -> int:
         """Return the length for a step that starts after ``tokens`` consumed tokens."""
         count = bisect_right(self.steps, tokens, key=lambda step: step[0])
         return self.steps[count - 1][1] if count else self.full
 
-    def length_of_step(self, samples_consumed: int) -> int:
-        """Return the length for the step that starts after ``samples_consumed`` samples."""
+    def length_of_step(self, samples_consumed: int, step: int) -> int:
+        """Return the length for the step that starts after ``samples_consumed`` samples and ``step`` steps."""
+        if self.truncates:
+            return self.curriculum[bisect_right(self.curriculum, step + 1, key=lambda phase: phase[0]) - 1][1]
         return self.at(samples_consumed * self.full)
 
     def all(self) -> list[int]:
-        """List every length that a step can have, in increasing order."""
+        """List every length that a step or an evaluation can have, in increasing order."""
+        if self.truncates:
+            return sorted({self.full, *(length for _, length in self.curriculum)})
         return [length for _, length in self.steps] or [self.full]
 
     def starts(self) -> list[tuple[int, int, int]]:
-        """List (tokens, first sample index after these tokens, length) for each entry."""
+        """List (tokens, first sample index after these tokens, length) for each entry of --seq-length-schedule."""
         return [(tokens, -(-tokens // self.full), length) for tokens, length in self.steps]
 
     @property
     def is_changing(self) -> bool:
-        """True if the length changes during training."""
-        return len(self.steps) > 1
+        """True if a step or an evaluation can have another length than others."""
+        return len(self.all()) > 1
+
+    @property
+    def truncates(self) -> bool:
+        """True if shorter samples are truncated, False if they are split."""
+        return bool(self.curriculum)
+
+    def num_sequences(self, length: int) -> int:
+        """Count the sequences of ``length`` tokens that a step reads from each sample."""
+        return 1 if self.truncates else self.full // length
+
+    def num_dropped(self, length: int) -> int:
+        """Count the tokens that a step with ``length`` drops from each sample."""
+        return self.full - length if self.truncates else 0
+
+    def tokens_after(self, steps: int, batch_sizes: BatchSizes) -> int:
+        """Count the tokens that a run's first ``steps`` steps train on."""
+        tokens = samples = 0
+        for first, stop, length in self._phases():
+            last = steps if stop is None else min(stop - 1, steps)
+            if last < first:
+                break
+            after = batch_sizes.consumed_after(last - first + 1, samples)
+            tokens, samples = tokens + (after - samples) * length, after
+        return tokens
+
+    def steps_until(self, tokens: int, batch_sizes: BatchSizes, step: int = 0, samples_consumed: int = 0) -> int:
+        """Compute the minimum step count that trains on at least ``tokens`` tokens.
+
+        Args:
+            step, samples_consumed: steps and samples before the first of these steps.
+        """
+        num_steps, samples = 0, samples_consumed
+        for _, stop, length in self._phases():
+            num_left = None if stop is None else stop - 1 - step - num_steps  # steps left in this phase
+            if tokens <= 0 or (num_left is not None and num_left <= 0):
+                continue
+            needed = batch_sizes.steps_until(samples + -(-tokens // length), samples)
+            taken = needed if num_left is None else min(needed, num_left)
+            after = batch_sizes.consumed_after(taken, samples)
+            num_steps, samples, tokens = num_steps + taken, after, tokens - (after - samples) * length
+        return num_steps
+
+    def tokens_of(self, samples: int, batch_sizes: BatchSizes) -> int:
+        """Count the tokens that a run trains on in its first ``samples`` samples, which may end within a step."""
+        steps = max(batch_sizes.steps_until(samples) - 1, 0)
+        left = samples - batch_sizes.consumed_after(steps)
+        return self.tokens_after(steps, batch_sizes) + left * self.length_of_step(samples, steps)
+
+    def samples_of(self, tokens: int, batch_sizes: BatchSizes) -> float:
+        """Count the samples in which a run trains on its first ``tokens`` tokens; the inverse of ``tokens_of``."""
+        steps = max(self.steps_until(tokens, batch_sizes) - 1, 0)
+        samples, left = batch_sizes.consumed_after(steps), tokens - self.tokens_after(steps, batch_sizes)
+        return samples + left / self.length_of_step(samples, steps)
+
+    def _phases(self) -> Iterator[tuple[int, int | None, int]]:
+        """Yield (first step, first step of the next phase, trained tokens per sample); the last phase has no end."""
+        phases = self.curriculum or ((1, self.full),)  # the schedule splits samples, so every token is trained on
+        stops = [*(first for first, _ in phases[1:]), None]
+        for (first, length), stop in zip(phases, stops, strict=True):
+            yield first, stop, length
 
 
 def parse_lengths(text: str) -> tuple[tuple[int, int], ...]:

@@ -30,13 +30,15 @@ class MicroBatch(NamedTuple):
 
     Args:
         indices: sample indices.
-        length: tokens per chunk that the samples are split into; None: samples are not split.
+        length: tokens per chunk that the samples are split into or truncated to; None: full samples.
         prefetch_indices: samples in later micro-batches whose tokens should be prefetched from an object store.
+        is_truncated: the tokens after ``length`` are dropped.
     """
 
     indices: list[int]
     length: int | None = None
     prefetch_indices: Sequence[int] = ()
+    is_truncated: bool = False
 
 
 READ_AHEAD_SAMPLES = 64
@@ -113,8 +115,26 @@ def split_windows(key: str, values: torch.Tensor, length: int) -> torch.Tensor:
     return values.unfold(1, length + 1, length).reshape(-1, length + 1)
 
 
+def truncate_windows(key: str, values: torch.Tensor, length: int) -> torch.Tensor:
+    """Keep the first ``length`` inputs of windows with L + 1 tokens, and the label of the last of them.
+
+    Shapes:
+        values [b, L+1], output [b, length+1]
+
+    Raises:
+        SampleError: ``values`` has another shape.
+    """
+    if values.dim() != 2 or values.shape[1] <= length:
+        raise SampleError(
+            "--seq-length-curriculum needs samples with --seq-length + 1 tokens in each field, which are truncated to "
+            f"{length} + 1, got {key!r} of shape {tuple(values.shape)} in a micro-batch. Change the dataset, or remove "
+            "the flag"
+        )
+    return values[:, : length + 1].contiguous()
+
+
 class Collate:
-    """Reads a micro-batch's samples into one tensor per key, and splits them if the micro-batch has a length.
+    """Reads a micro-batch's samples into one tensor per key; splits or truncates them if the micro-batch has a length.
 
     A dataset with a length restarts at its end: the run's sample i is its item i % len.
 
@@ -123,7 +143,7 @@ class Collate:
 
     Raises:
         DataError: the dataset is empty.
-        SampleError: the dataset raised an exception, or the samples cannot be stacked or split.
+        SampleError: the dataset raised an exception, or the samples cannot be stacked, split or truncated.
     """
 
     def __init__(self, dataset: Samples, predictions: StepPredictions | None = None) -> None:
@@ -143,7 +163,8 @@ class Collate:
         else:
             batch = {"text": _stack_or_raise("text", samples, indices, _stack_arrays)}
         if length is not None:
-            batch = {key: split_windows(key, values, length) for key, values in batch.items()}
+            cut_windows = truncate_windows if micro_batch.is_truncated else split_windows
+            batch = {key: cut_windows(key, values, length) for key, values in batch.items()}
         if is_mapping and self.predictions is not None:
             batch[KEY] = torch.from_numpy(self.predictions.counts_of_step(indices[0]))
         return batch

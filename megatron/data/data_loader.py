@@ -13,6 +13,7 @@ as ``GPTDataset``, has an item for every index.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -39,15 +40,16 @@ class DataLoader:
     A micro-batch is ``{"text": int64 [b, L+1]}``. If the dataset's samples are dictionaries, the micro-batch
     has the same keys, the stacked arrays or tensors from b samples, and "step_predictions" if the dataset has
     ``num_predicted``. In a step with sequence length l < L, all values except "step_predictions" are split into
-    chunks, [b L/l, l+1].
+    chunks, [b L/l, l+1], or truncated to [b, l+1].
 
     Args:
         num_micro_batches: micro-batches per step and replica; ignored if ``batch_sizes`` is given.
         samples_consumed: samples that earlier steps have read, over all replicas.
+        steps_taken: number of earlier steps.
         batch_sizes: samples per step over all replicas, by samples consumed; required if the global batch size changes
             or replicas have different micro-batch counts.
         is_interleaved: the replicas read a step's micro-batches in turn, instead of one contiguous range each.
-        lengths: sequence length by tokens consumed; None: samples are not split.
+        lengths: sequence length of each step; None: samples are neither split nor truncated.
         num_workers: processes that read ahead; 0: samples are read in this process.
         prefetch_factor: micro-batches that each worker reads ahead.
         pin_memory: return tensors in pinned memory.
@@ -69,6 +71,7 @@ class DataLoader:
         data_rank: int,
         data_size: int,
         samples_consumed: int = 0,
+        steps_taken: int = 0,
         batch_sizes: BatchSizes | None = None,
         is_interleaved: bool = False,
         lengths: SeqLengths | None = None,
@@ -79,7 +82,7 @@ class DataLoader:
         self.dataset, self.num_workers = dataset, num_workers
         self.prefetch_factor, self.pin_memory = prefetch_factor, pin_memory
         self.micro_batch_size, self.data_rank, self.data_size = micro_batch_size, data_rank, data_size
-        self.samples_consumed, self.is_interleaved = samples_consumed, is_interleaved
+        self.samples_consumed, self.steps_taken, self.is_interleaved = samples_consumed, steps_taken, is_interleaved
         self.batch_sizes = batch_sizes or BatchSizes(micro_batch_size * num_micro_batches * data_size)
         invalid = [
             batch_size
@@ -100,20 +103,25 @@ class DataLoader:
 
     def micro_batches(self) -> Iterator[MicroBatch]:
         """Yield sample indices and sequence length for each of this replica's micro-batches, without end."""
-        start = self.samples_consumed
-        while True:
+        start, is_truncated = self.samples_consumed, self.lengths is not None and self.lengths.truncates
+        for step in itertools.count(self.steps_taken):
             share = self.share_at(start)
-            length = self.length_at(start)
+            length = self.length_at(start, step)
             for micro_batch_idx in range(share.num_micro_batches):
                 first = start + share.index_in_step(micro_batch_idx) * self.micro_batch_size
-                yield MicroBatch(list(range(first, first + self.micro_batch_size)), length)
+                indices = list(range(first, first + self.micro_batch_size))
+                yield MicroBatch(indices, length, is_truncated=is_truncated)
             start += self.batch_sizes.at(start)
 
-    def length_at(self, samples_consumed: int) -> int | None:
-        """Look up the sequence length for the step after ``samples_consumed`` samples; None for the full length."""
+    def length_at(self, samples_consumed: int, step: int) -> int | None:
+        """Look up the sequence length for the step after ``samples_consumed`` samples and ``step`` steps.
+
+        Returns:
+            The length; None for the full length.
+        """
         if self.lengths is None:
             return None
-        length = self.lengths.length_of_step(samples_consumed)
+        length = self.lengths.length_of_step(samples_consumed, step)
         return None if length == self.lengths.full else length
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:

@@ -218,7 +218,11 @@ class Audit:
         corpus_idx, sample_idx = self.order.locate(sample)
         name, dataset = self.parts[corpus_idx]
         reader, position = reader_of(stretch, step, sample), 0
-        for document, offset, length in dataset.slices(sample_idx):
+        num_tokens = stretch.tokens_read(step) + 1  # the last label as well
+        for document, offset, slice_length in dataset.slices(sample_idx):
+            length = min(slice_length, num_tokens - position) if stretch.curriculum else slice_length
+            if length <= 0:  # truncated
+                return
             effect = READ
             if step in stretch.skipped_steps:
                 effect = SKIPPED

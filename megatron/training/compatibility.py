@@ -84,18 +84,19 @@ RULES = (
         "A learning-rate schedule or run length in samples or tokens follows the samples",
     ),
     Rule(
-        "--seq-length-schedule", ("batch.seq_length_schedule",), WARNED,
+        "--seq-length-schedule, --seq-length-curriculum",
+        ("batch.seq_length_schedule", "batch.seq_length_curriculum"), WARNED,
         "the current schedule applies from the next step on; the samples and their order are unchanged",
     ),
     Rule(
         "--lr, --lr-embedding, --lr-head, --lr-by-name, --decoupled-lr, --decoupled-min-lr, --min-lr, "
         "--lr-decay-style, --warmup, --lr-warmup-rounding, --lr-warmup-init, --lr-step-offset, --wsd-decay-fraction, "
-        "--weight-decay-incr-style, --start-weight-decay, --end-weight-decay",
+        "--weight-decay-incr-style, --start-weight-decay, --end-weight-decay, --lr-trained-tokens",
         ("optimizer.lr", "optimizer.lr_embedding", "optimizer.lr_head", "optimizer.lr_by_name",
          "optimizer.decoupled_lr", "optimizer.decoupled_min_lr", "optimizer.min_lr", "optimizer.lr_decay_style",
          "optimizer.warmup", "optimizer.lr_warmup_rounding", "optimizer.lr_step_offset", "optimizer.lr_warmup_iters",
          "optimizer.lr_warmup_init", "optimizer.weight_decay_incr_style", "optimizer.start_weight_decay",
-         "optimizer.end_weight_decay",
+         "optimizer.end_weight_decay", "optimizer.lr_trained_tokens",
          "optimizer.lr_warmup_samples", "optimizer.wsd_decay_fraction",
          "optimizer.lr_wsd_decay_iters", "optimizer.lr_wsd_decay_samples", "optimizer.lr_wsd_decay_style"), WARNED,
         "the current schedule applies from the checkpoint's number of updates (or their samples) on",

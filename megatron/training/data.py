@@ -44,7 +44,7 @@ class RunData:
 
     def batches(
         self, split: str, config: Config, world: World, samples_consumed: int = 0, corpus: str | None = None,
-        length: int | None = None,
+        length: int | None = None, steps_taken: int = 0,
     ) -> TimedBatches | None:  # fmt: skip
         """Iterate over this replica's micro-batches from ``samples_consumed`` on; None on a rank without data.
 
@@ -53,8 +53,9 @@ class RunData:
         Args:
             split: train, valid or test.
             corpus: read only samples from this corpus.
-            length: split each sample into sequences of this many tokens; None: follow --seq-length-schedule for
-                training, and read samples in other splits at full length.
+            length: split each sample into sequences of this many tokens; None: follow --seq-length-schedule or
+                --seq-length-curriculum for training, and read samples in other splits at full length.
+            steps_taken: steps before ``samples_consumed``, which --seq-length-curriculum follows.
         """
         dataset = self.datasets.get(split)
         if dataset is None:
@@ -71,6 +72,7 @@ class RunData:
             data_rank=world.grid.data.rank,
             data_size=replicas,
             samples_consumed=samples_consumed,
+            steps_taken=steps_taken,
             batch_sizes=config.batch.batch_sizes(replicas)
             if is_training
             else BatchSizes(config.batch.global_batch_size(replicas)),

@@ -251,9 +251,19 @@ def _muon_text(config: Config, topology: Topology) -> str:
 
 
 def _length_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
-    """Yield the row on the sequence lengths and the token counts at which they start."""
+    """Yield the row on the sequence lengths and the token counts or steps at which they start."""
     batch_sizes, lengths = config.batch.batch_sizes(replicas), config.batch.seq_lengths
     if not lengths.is_changing:
+        return
+    if lengths.truncates:
+        (_, shortest), *others = lengths.curriculum
+        last_text = f", {others[-1][1]:,} from step {others[-1][0]:,} on" if others else ""
+        count_text = f" ({len(others) + 1:,} lengths)" if len(others) > 1 else ""
+        yield (
+            "sequence length",
+            f"{shortest:,} in step 1{last_text}{count_text}; samples are truncated, and evaluations use "
+            f"{lengths.full:,}",
+        )
         return
     first_phase, *later_phases = lengths.starts()
     changes = [

@@ -25,6 +25,7 @@ from megatron.optim.moment2 import AdaptiveArgs
 from megatron.optim.param_rates import RateTable
 from megatron.optim.weight_decay import WeightDecaySchedule
 from megatron.training import fused_kernels
+from megatron.training.train_progress import TrainProgress
 from megatron.training.world import World
 
 QUERY_KEY_NORMS = ("query_norm", "key_norm")
@@ -168,6 +169,44 @@ def make_weight_decay_schedule(config: Config, data_parallel_size: int) -> Weigh
     return WeightDecaySchedule(
         settings.start_weight_decay, settings.end_weight_decay, settings.weight_decay_incr_style, length
     )
+
+
+class SchedulePositions:
+    """Positions of a step in the schedules of the learning rate and of the weight decay.
+
+    With --seq-length-curriculum, a learning rate with lengths in tokens counts the tokens after truncation. If its
+    warm-up counts samples, its position is scaled, so that it ends with the samples of the warm-up.
+
+    Source: Megatron-DeepSpeed, optimizer_param_scheduler.py, ``get_lr``.
+    """
+
+    def __init__(self, config: Config, scheduler: LRScheduler, data_parallel_size: int) -> None:
+        self.scheduler, self.lengths = scheduler, config.batch.seq_lengths
+        self.follows_samples = config.optimizer.lr_follows_samples
+        trained_tokens = config.optimizer.lr_trained_tokens if self.lengths.truncates else "none"
+        self.counts_trained_tokens, self.warmup_samples = trained_tokens != "none", 0.0
+        if trained_tokens == "decay":
+            tokens = round(scheduler.warmup_updates * self.lengths.full)
+            self.warmup_samples = self.lengths.samples_of(tokens, config.batch.batch_sizes(data_parallel_size))
+
+    def of_weight_decay(self, progress: TrainProgress, num_samples: int) -> float:
+        """Return the position of the step after ``progress``, in samples or updates."""
+        step = (progress.samples_updated, num_samples) if self.follows_samples else (progress.updates, 1)
+        return self.scheduler.position(*step)
+
+    def of_rate(self, progress: TrainProgress, num_samples: int, length: int) -> float:
+        """Return the position of the step after ``progress`` in the schedule of the learning rate.
+
+        Args:
+            num_samples, length: samples of the step, and its sequence length.
+        """
+        position = self.of_weight_decay(progress, num_samples)
+        if not self.counts_trained_tokens:
+            return position
+        if 0 < self.warmup_samples >= position:
+            return position * self.scheduler.warmup_updates / self.warmup_samples
+        full = self.lengths.full
+        return self.scheduler.position(progress.tokens_updated(full), num_samples * length) / full
 
 
 def _require_dtype(dtype: str | None) -> str:

@@ -106,7 +106,7 @@ def trace_steps(
                 trace.expert_tokens.append(torch.cat([expert_load.tokens, expert_load.dropped.unsqueeze(1)], dim=1))
             trace.grad_norms.append(result.grad_norm)
             if eval_every and (step + 1) % eval_every == 0:
-                valid_batches = data.batches("valid", config, world, length=trainer.next_seq_length)
+                valid_batches = data.batches("valid", config, world, length=trainer.eval_seq_length)
                 trace.eval_losses.append(engine.evaluate_batch(valid_batches))
     for name, parameter in named_parameters(engine.module):
         main_param = engine.optimizer.main_param_of(parameter) if parameter.requires_grad else parameter

@@ -19,6 +19,7 @@ from megatron import files
 from megatron.config import Config
 from megatron.config.batch import share_of
 from megatron.config.batch_rampup import BatchSizes
+from megatron.config.seq_length import SeqLengths
 from megatron.config.skipped_steps import SkippedSteps
 from megatron.errors import DataError
 from megatron.mpu.topology import Topology, chunk_indices
@@ -36,6 +37,7 @@ class Stretch:
         stop_step: last step of the stretch; None: it continues.
         skipped_steps: steps of --iterations-to-skip, whose samples are not read.
         exclusion: digest of the documents of --exclude; None without the flag.
+        curriculum: (first step, length) of --seq-length-curriculum, which truncates samples; () without one.
     """
 
     step: int
@@ -48,6 +50,7 @@ class Stretch:
     stop_step: int | None = None
     skipped_steps: SkippedSteps = SkippedSteps()
     exclusion: str | None = None
+    curriculum: tuple[tuple[int, int], ...] = ()
 
     @property
     def stop_samples(self) -> int | None:
@@ -60,6 +63,12 @@ class Stretch:
         """Return the samples that ``step`` (counted from 1) consumes."""
         first = self.batch_sizes.consumed_after(step - 1 - self.step, self.samples)
         return range(first, first + self.batch_sizes.at(first))
+
+    def tokens_read(self, step: int) -> int:
+        """Count the inputs that ``step`` (counted from 1) reads from each sample."""
+        if not self.curriculum:
+            return self.tokens_per_sample
+        return SeqLengths(self.tokens_per_sample, curriculum=self.curriculum).length_of_step(0, step - 1)
 
     def step_of(self, sample: int) -> int:
         """Return the step that consumes ``sample``, which must be in this stretch."""
@@ -102,6 +111,8 @@ def append(
         **({"skipped_steps": config.batch.iterations_to_skip} if config.batch.skipped_steps else {}),
         **({"exclusion": exclusion} if exclusion else {}),
     }
+    if curriculum := config.batch.seq_lengths.curriculum:
+        entry["curriculum"] = curriculum
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / FILE_NAME, "a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
@@ -178,6 +189,7 @@ def _decode(entry: dict[str, Any]) -> Stretch:
         entry["step"], entry["samples"], entry["micro_batch_size"], _batch_sizes(*entry["batch_sizes"]),
         entry["is_interleaved"], entry["tokens_per_sample"], Topology(**layout),
         skipped_steps=SkippedSteps.parse(entry.get("skipped_steps", "")), exclusion=entry.get("exclusion"),
+        curriculum=tuple((first, length) for first, length in entry.get("curriculum", ())),
     )  # fmt: skip
 
 
@@ -204,16 +216,16 @@ def reader_of(stretch: Stretch, step: int, sample: int) -> Reader:
         micro_batch, remainder = divmod(micro_batch_in_step - share.first, share.spacing)
         if not remainder and 0 <= micro_batch < share.num_micro_batches:
             ranks = [rank for rank in range(topology.world_size) if topology.coordinate(rank).data == replica]
-            return Reader(replica, micro_batch, ranks, _chunks(stretch, ranks))
+            return Reader(replica, micro_batch, ranks, _chunks(stretch, step, ranks))
     raise IndexError(f"step {step} reads the samples {samples.start} to {samples.stop - 1}, got {sample}")
 
 
-def _chunks(stretch: Stretch, ranks: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+def _chunks(stretch: Stretch, step: int, ranks: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
     """Return the input tokens that each rank holds, if the sequence is sharded over context ranks."""
     context = stretch.topology.context
     if context == 1:
         return {}
-    length = stretch.tokens_per_sample // (2 * context)
+    length = stretch.tokens_read(step) // (2 * context)
     return {
         rank: [
             (chunk * length, (chunk + 1) * length)

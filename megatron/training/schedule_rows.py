@@ -24,8 +24,18 @@ def schedule_rows(config: Config, replicas: int) -> Iterator[tuple[str, str]]:
     yield "learning rate", schedule_text(config, replicas)
     if skipped := config.batch.skipped_steps:
         yield "skipped steps", skipped_steps_text(skipped, steps)
-    samples = config.batch.batch_sizes(replicas).consumed_after(steps)
-    yield "tokens", f"{samples * config.tokens_per_sample:,} in {steps:,} steps ({samples:,} samples)"
+    batch_sizes, lengths = config.batch.batch_sizes(replicas), config.batch.seq_lengths
+    samples = batch_sizes.consumed_after(steps)
+    consumed = samples * config.tokens_per_sample
+    if not lengths.truncates:
+        yield "tokens", f"{consumed:,} in {steps:,} steps ({samples:,} samples)"
+        return
+    trained = lengths.tokens_after(steps, batch_sizes)
+    yield (
+        "tokens",
+        f"{trained:,} in {steps:,} steps ({samples:,} samples); the curriculum drops {consumed - trained:,} of "
+        f"{consumed:,} ({(consumed - trained) / consumed:.1%})",
+    )
 
 
 def skipped_steps_text(skipped: SkippedSteps, steps: int) -> str:
@@ -38,9 +48,12 @@ def schedule_text(config: Config, replicas: int) -> str:
     """Format the schedule, such as "wsd, 0.001 to 0, in steps: warm-up 10, stable 70, decay 20"."""
     settings, steps = config.optimizer, config.batch.train_iters
     batch_sizes, style = config.batch.batch_sizes(replicas), settings.lr_decay_style
+    lengths = config.batch.seq_lengths
     is_in_samples = settings.lr_decay_samples is not None
 
     def to_steps(length: float) -> float:
+        if settings.lr_trained_tokens != "none" and lengths.truncates:
+            return lengths.steps_until(round(length * lengths.full), batch_sizes)
         return batch_sizes.steps_until(length) if is_in_samples else length
 
     total_length = settings.lr_decay_samples if settings.lr_decay_samples is not None else settings.lr_decay_iters

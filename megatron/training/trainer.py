@@ -21,7 +21,7 @@ from megatron.runtime.launcher_files import forwarded_signal
 from megatron.training.batch_iterators import TimedBatches
 from megatron.training.data import RunData
 from megatron.training.data_progress import epoch_metrics, token_metrics
-from megatron.training.optimizer_setup import make_lr_scheduler, make_weight_decay_schedule
+from megatron.training.optimizer_setup import SchedulePositions, make_lr_scheduler, make_weight_decay_schedule
 from megatron.training.step_engine import StepEngine
 from megatron.training.step_result import StepResult
 from megatron.training.step_samples import StepSamples
@@ -123,7 +123,7 @@ class Trainer:
     Attributes:
         batch_sizes: global batch size schedule in samples, as a function of samples consumed.
         skipped_steps: steps of --iterations-to-skip.
-        seq_lengths: sequence length schedule in tokens, as a function of tokens consumed.
+        seq_lengths: sequence length schedule or curriculum.
         progress: step, update and sample counters.
         run_length: run limits.
         samples, seq_length: samples and sequence length in the current or last step.
@@ -151,6 +151,7 @@ class Trainer:
         self.config, self.world, self.engine, self.data, self.folder = config, world, engine, data, folder
         self.stop, self.phases = stop or StopRequests(), phases or RunPhases()
         self.lr_scheduler = make_lr_scheduler(config)
+        self.schedule_positions = SchedulePositions(config, self.lr_scheduler, world.grid.data.size)
         self.weight_decay_schedule = make_weight_decay_schedule(config, world.grid.data.size)
         self.run_length = config.run_length(world.grid.data.size)
         self.batch_sizes, self.seq_lengths = config.batch.batch_sizes(world.grid.data.size), config.batch.seq_lengths
@@ -161,7 +162,7 @@ class Trainer:
         self.seq_length = self.seq_lengths.full
         self.rates = RateTable.of(config).rates
         self.learning_rate: float | None = None
-        self._lr_position = 0.0
+        self._lr_position = self._weight_decay_position = 0.0
         self.last_loss: float | None = None
         self.stop_text = ""
         self.print_line: Callable[[str], None] = lambda line: None
@@ -221,7 +222,8 @@ class Trainer:
     @property
     def steps_left(self) -> int:
         """Steps until the run reaches a limit."""
-        return self.run_length.steps_left(self.progress.step, self.progress.samples_consumed)
+        progress = self.progress
+        return self.run_length.steps_left(progress.step, progress.samples_consumed, progress.tokens_dropped)
 
     @property
     def last_step(self) -> int:
@@ -235,36 +237,38 @@ class Trainer:
 
     def skip_step(self) -> None:
         """Advance the run by one step without reading its samples. No callback is called, as in Megatron-LM."""
-        self.progress.skip_step(self.batch_sizes.at(self.progress.samples_consumed))
+        first_sample = self.progress.samples_consumed
+        num_samples, length = self.batch_sizes.at(first_sample), self._next_train_length
+        self.progress.end_step(num_samples, num_samples * self.seq_lengths.num_dropped(length), is_updated=False)
 
     def open_batches(self) -> AbstractContextManager[Any]:
         """Open this rank's training data at the next sample; leaving the context closes the readers."""
         with self.phases.during(OPENING_DATA):
-            self.batches = self.data.batches("train", self.config, self.world, self.progress.samples_consumed)
+            progress = self.progress
+            self.batches = self.data.batches(
+                "train", self.config, self.world, progress.samples_consumed, steps_taken=progress.step
+            )
         return self.batches or nullcontext()
 
     def train_step(self) -> StepResult:
         """Take one step: forward and backward for all micro-batches, gradient reduction, update; log if due."""
         progress, first_sample = self.progress, self.progress.samples_consumed
         num_samples = self.batch_sizes.at(first_sample)
-        self.seq_length = self.seq_lengths.length_of_step(first_sample)
+        self.seq_length = self._next_train_length
         batch_dims = self.config.batch.batch_size, self.world.grid.data.size, self.config.data.has_megatron_order
         self.samples = StepSamples(progress.step + 1, first_sample, num_samples, *batch_dims)
-        follows_samples = self.config.optimizer.lr_follows_samples
-        lr_step = (progress.samples_updated, num_samples) if follows_samples else (progress.updates, 1)
-        self._lr_position = self.lr_scheduler.position(*lr_step)
+        self._weight_decay_position = self.schedule_positions.of_weight_decay(progress, num_samples)
+        self._lr_position = self.schedule_positions.of_rate(progress, num_samples, self.seq_length)
         self.learning_rate = set_learning_rates(self.engine.optimizer, self.lr_scheduler, self._lr_position)
         if self.weight_decay_schedule is not None:
-            set_weight_decay(self.engine.optimizer, self.weight_decay_schedule.after(self._lr_position))
+            set_weight_decay(self.engine.optimizer, self.weight_decay_schedule.after(self._weight_decay_position))
         self.call("on_step_start")
         try:
             result = self.engine.train_step(self.batches, progress.step, self.samples.share(self.world.grid.data.rank))
         except NumericsError as error:
             raise self._with_location(error) from error
-        progress.step += 1
-        progress.updates += 0 if result.is_skipped else 1
-        progress.samples_consumed += num_samples
-        progress.samples_skipped += num_samples if result.is_skipped else 0
+        tokens_dropped = num_samples * self.seq_lengths.num_dropped(self.seq_length)
+        progress.end_step(num_samples, tokens_dropped, is_updated=not result.is_skipped)
         self.steps_taken += 1
         self.samples_taken[self.seq_length] += num_samples
         self.call("on_after_update", result)
@@ -276,12 +280,17 @@ class Trainer:
     @property
     def num_sequences_per_sample(self) -> int:
         """Number of sequences of ``seq_length`` tokens per sample in this step."""
-        return self.seq_lengths.full // self.seq_length
+        return self.seq_lengths.num_sequences(self.seq_length)
 
     @property
-    def next_seq_length(self) -> int:
-        """Sequence length of the next step, which is also used for evaluation."""
-        return self.seq_lengths.length_of_step(self.progress.samples_consumed)
+    def _next_train_length(self) -> int:
+        """Sequence length of the next step."""
+        return self.seq_lengths.length_of_step(self.progress.samples_consumed, self.progress.step)
+
+    @property
+    def eval_seq_length(self) -> int:
+        """Sequence length of an evaluation: that of the next step, or the full length with a curriculum."""
+        return self.seq_lengths.full if self.seq_lengths.truncates else self._next_train_length
 
     @property
     def is_log_step(self) -> bool:
@@ -302,11 +311,11 @@ class Trainer:
                 **{name: value for name, value in result.losses.items() if name not in ("loss", "lm loss")},
                 "learning_rate": self.learning_rate,
                 **({"lr": self._rates_by_label()} if self.rates else {}),
-                **({} if decay is None else {"weight_decay": decay.after(self._lr_position)}),
+                **({} if decay is None else {"weight_decay": decay.after(self._weight_decay_position)}),
                 "grad_norm": result.grad_norm,
                 "loss_scale": result.loss_scale,
                 "samples": consumed,
-                "tokens": consumed * per_sample,
+                "tokens": self.progress.tokens_trained(per_sample),
                 **({"seq_length": self.seq_length} if self.seq_lengths.is_changing else {}),
                 **token_metrics(self.data, consumed, per_sample),
                 **epoch_metrics(self.data, consumed),

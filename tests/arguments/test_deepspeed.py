@@ -156,8 +156,8 @@ def test_inconsistent_global_batch_error_has_computed_value(tmp_path):
         ),
         ('{"scheduler": {"type": "WarmupLR"}}', ["scheduler is not supported", "--lr-decay-style"]),
         (
-            '{"curriculum_learning": {"enabled": true, "curriculum_type": "seqlen"}}',
-            ["curriculum_learning is not supported", "lose their tokens", "--seq-length-schedule"],
+            '{"curriculum_learning": {"enabled": true, "curriculum_type": "vocab"}}',
+            ["curriculum_learning.curriculum_type must be one of seqlen, got 'vocab'"],
         ),
         ('{"optimizer": {"type": "Lamb"}}', ["optimizer.type must be AdamW", "Muon, got 'Lamb'"]),
         ('{"optimizer": {"params": {"betas": [0.9]}}}', ["optimizer.params.betas must be two numbers, got [0.9]"]),

@@ -364,6 +364,7 @@ def sample_value(option, folder: Path, family: str = "gpt2") -> str:
         "step_batch_size_schedule": "0:4 1000:8",
         "iterations_to_skip": "5 101-200",
         "seq_length_schedule": "0: 64; 1e9: 256",
+        "seq_length_curriculum": "fixed_discrete min_difficulty=8 max_difficulty=64 difficulty=8,64 max_step=5",
         "denoisers": "R,S",
         "mean_span_length": "4",
         "pipeline_split_rank": "1",

@@ -34,7 +34,7 @@ SCHEDULE_VALUES = {
 """Fields of the schedule, two values each."""
 SAMPLED_UPDATES = (*range(12), *range(26, 41), *range(288, 301), *range(316, 326), *range(416, 426), 10**7)
 """Updates of the warm-up, of the end of the decay, and far beyond it."""
-GROUP_FIELDS = {"lr_embedding", "lr_head", "lr_by_name", "lr", "lr_decay_style", "lr_step_offset"}
+GROUP_FIELDS = {"lr_embedding", "lr_head", "lr_by_name", "lr", "lr_decay_style", "lr_step_offset", "lr_trained_tokens"}
 
 ROPE_FLAGS = "--position-embedding-type rope"
 EXPERT_FLAGS = "--num-experts 4"
@@ -183,6 +183,9 @@ SHADOWED = {
     "iterations_to_skip": "--iterations-to-skip 3 --eval-only --load x",
     "rampup_batch_size": "--rampup-batch-size 4 4 8 --gas 2 --eval-only --load x",
     "seq_length_schedule": "--seq-length-schedule 0:64;9e9:256",
+    "seq_length_curriculum": (
+        "--seq-length-curriculum fixed_discrete min_difficulty=8 max_difficulty=64 difficulty=8,64 max_step=9999"
+    ),
     "eval_interval": "--eval-interval 5 --eval-iters 0",
     # optimizer
     "min_lr": "--min-lr 1e-5 --lr-decay-style constant",
@@ -191,6 +194,7 @@ SHADOWED = {
     "lr_decay_samples": "--lr-decay-samples 36 --lr-decay-style constant --lr-warmup-samples 8",
     "lr_warmup_rounding": "--lr-warmup-rounding down --lr-warmup-iters 3",
     "train_tokens_lr_unit": "--train-tokens-lr-unit steps",
+    "lr_trained_tokens": "--lr-trained-tokens all",
     "lr_wsd_decay_iters": "--lr-wsd-decay-iters 9",
     "lr_wsd_decay_samples": "--lr-wsd-decay-samples 9",
     "lr_wsd_decay_style": "--lr-wsd-decay-style cosine",
@@ -348,7 +352,7 @@ a matter of flags.
 LAYOUT_DEPENDENT = (
     "cp_comm_type", "micro_batch_group_size", "overlap_grad_reduce", "zero_stage",
     "gradient_accumulation_fusion", "partition_method", "train_data_path", "valid_data_path", "test_data_path",
-    "drift_interval", "seq_length_schedule",
+    "drift_interval", "seq_length_schedule", "seq_length_curriculum",
 )  # fmt: skip
 """Fields that a script passes for several layouts and lengths: a note reports them, and --strict-flags accepts it."""
 OPTIONS = {option.name: option for _, option in all_options()}

@@ -22,7 +22,7 @@ def test_step_uses_length_of_last_reached_entry() -> None:
     lengths = SeqLengths(64, parse_lengths("0: 16; 1e3: 32 ;2_000: 64".replace("_", "")))
     assert lengths.steps == ((0, 16), (1000, 32), (2000, 64)) and lengths.all() == [16, 32, 64]
     assert [lengths.at(tokens) for tokens in (0, 999, 1000, 1999, 2000, 10**15)] == [16, 16, 32, 32, 64, 64]
-    assert [lengths.length_of_step(samples) for samples in (0, 15, 16, 31, 32)] == [16, 16, 32, 32, 64]
+    assert [lengths.length_of_step(samples, 0) for samples in (0, 15, 16, 31, 32)] == [16, 16, 32, 32, 64]
     assert lengths.starts() == [(0, 0, 16), (1000, 16, 32), (2000, 32, 64)] and lengths.is_changing
 
 

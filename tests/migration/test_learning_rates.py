@@ -6,6 +6,8 @@ the rate of Megatron's step n.
 
 The formulas, with all lengths in samples, w the warm-up, d the decay, and n the samples of the updates made so far:
 
+With a curriculum, lengths and n in samples are tokens after truncation / sequence length, except in a warm-up in steps.
+
 * n <= w, if w > 0: lr n / w
 * n > d: min_lr
 * otherwise, with u = (n - w) / (d - w): min_lr + (lr - min_lr) c, c = 1 - u (linear) or (1 + cos(pi u)) / 2 (cosine)
@@ -25,7 +27,8 @@ import numpy as np
 import pytest
 
 from megatron.config import Config
-from megatron.training.optimizer_setup import make_lr_scheduler
+from megatron.training.optimizer_setup import SchedulePositions, make_lr_scheduler
+from megatron.training.train_progress import TrainProgress
 from tests.helpers.rows import check_rows
 from tests.migration.test_files import SCRIPTS, flag_values
 from tests.migration.test_start import files as files
@@ -105,6 +108,22 @@ class ConsumedSamples:
                 ramp.append(ramp[-1] + start + int(ramp[-1] * num_increments / samples) * increment)
         self.ramp = np.array(ramp)
 
+        self.difficulties: np.ndarray | None = None
+        section = script.get("deepspeed_config", {}).get("curriculum_learning", {})
+        if section.get("enabled"):
+            low, high, config = section["min_difficulty"], section["max_difficulty"], section["schedule_config"]
+            steps = np.arange(1, self.num_steps + 1)
+            values = np.floor(steps / config["total_curriculum_step"] * (high - low) + low)
+            self.difficulties = np.minimum(values // config["difficulty_step"] * config["difficulty_step"], high)
+            self.full = float(flags["--seq-length"][0])
+
+    def trained(self, steps: np.ndarray) -> np.ndarray:
+        """Return the tokens after truncation / sequence length after ``steps``; without a curriculum, the samples."""
+        if self.difficulties is None:
+            return self.consumed(steps)
+        totals = np.concatenate([[0.0], np.cumsum(self.difficulties) * self.global_batch_size / self.full])
+        return totals[steps]
+
     def consumed(self, steps: np.ndarray) -> np.ndarray:
         """Return the samples consumed after ``steps``, counted from 1."""
         last = len(self.ramp) - 1
@@ -137,6 +156,8 @@ def rate_differences(
     """
     config = replace(config, optimizer=replace(config.optimizer, lr_step_offset=offset))
     schedule, steps, learning_rate = megatron_schedule(script), ConsumedSamples(script), make_lr_scheduler(config)
+    if config.batch.seq_lengths.truncates:
+        return curriculum_differences(config, script, steps, num_selected, offset)
     selected = select_steps(steps, schedule, num_selected)
     before, after = steps.consumed(selected - 1), steps.consumed(selected)
     if not config.optimizer.lr_follows_samples:
@@ -149,6 +170,40 @@ def rate_differences(
         for step, actual, expected in zip(
             selected.tolist(), map(learning_rate.after, positions), expected_rates, strict=True
         )
+        if not math.isclose(actual, expected, rel_tol=1e-9, abs_tol=1e-18)
+    }
+
+
+def curriculum_differences(
+    config: Config, script: Mapping[str, Any], steps: ConsumedSamples, num_selected: int, offset: int
+) -> dict[int, tuple[float, float]]:
+    """Return the differences of ``rate_differences`` for a script with a curriculum."""
+    schedule, learning_rate, full = megatron_schedule(script), make_lr_scheduler(config), config.batch.seq_length
+    positions = SchedulePositions(config, learning_rate, config.parallel.data_parallel_size(script["world_size"]))
+    selected = select_steps(steps, schedule, num_selected)
+    before, shift = steps.consumed(selected - 1), 0 if offset == 0 else 1
+    dropped = (before - steps.trained(selected - 1)) * full
+    actual_rates = [
+        learning_rate.after(
+            positions.of_rate(
+                TrainProgress(step - 1, step - 1, samples, tokens_dropped=round(tokens)),
+                steps.global_batch_size,
+                config.batch.seq_lengths.length_of_step(samples, step - 1),
+            )
+        )
+        for step, samples, tokens in zip(selected.tolist(), before.tolist(), dropped.tolist(), strict=True)
+    ]
+    warmup_steps = flag_values(dict(script)).get("--lr-warmup-iters")
+    trained = steps.trained(selected - shift)
+    if warmup_steps is not None:
+        schedule = schedule._replace(warmup=float(steps.trained(np.array([int(warmup_steps[0])]))[0]))
+    expected_rates = megatron_rates(schedule, trained)
+    if warmup_steps is not None:
+        is_warmup = selected - shift <= int(warmup_steps[0])
+        expected_rates[is_warmup] = schedule.lr * (selected - shift)[is_warmup] / int(warmup_steps[0])
+    return {
+        step: (actual, expected)
+        for step, actual, expected in zip(selected.tolist(), actual_rates, expected_rates.tolist(), strict=True)
         if not math.isclose(actual, expected, rel_tol=1e-9, abs_tol=1e-18)
     }
 

@@ -98,7 +98,7 @@ def parse_script(script: dict[str, Any], files: Mapping[str, str], refused: list
 
 def run_lengths(config: Config, world_size: int) -> dict[str, Any]:
     """Return what ``expected`` has, as the run would have it."""
-    batch, optimizer = config.batch, config.optimizer
+    batch, optimizer, lengths = config.batch, config.optimizer, config.batch.seq_lengths
     replicas = config.parallel.data_parallel_size(world_size)
     batch_sizes = batch.batch_sizes(replicas)
     values: dict[str, Any] = {
@@ -111,7 +111,10 @@ def run_lengths(config: Config, world_size: int) -> dict[str, Any]:
     if optimizer.lr_decay_samples is not None:
         decay, warmup = optimizer.lr_decay_samples, optimizer.lr_warmup_samples
         warmup = optimizer.warmup * decay if warmup is None else warmup
-        values |= {"decay_samples": decay, "warmup_samples": warmup, "warmup_iters": batch_sizes.steps_until(warmup)}
+        steps = batch_sizes.steps_until(warmup)
+        if lengths.truncates:  # samples of the full length, counted in tokens
+            steps = lengths.steps_until(round(warmup * lengths.full), batch_sizes)
+        values |= {"decay_samples": decay, "warmup_samples": warmup, "warmup_iters": steps}
     else:
         steps = optimizer.lr_warmup_iters
         steps = round(optimizer.warmup * optimizer.lr_decay_iters, 9) if steps is None else steps
@@ -178,6 +181,8 @@ def test_json_file_has_expected_batch_sizes(files: dict[str, str]) -> None:
         def parse_content(content: dict[str, Any]) -> Config:
             Path(files["json"]).write_text(json.dumps(content))
             words = ["--deepspeed_config", files["json"], "--vocab-size", "100", "--dry-run"]
+            curriculum = content.get("curriculum_learning", {})
+            words += ["--seq-length", str(curriculum["max_difficulty"])] if curriculum.get("enabled") else []
             return parse(words, world_size=entry["world_size"], env={})
 
         problems = collect_problems(lambda: parse_content(entry["config"]))

@@ -91,6 +91,9 @@ def scheduler_state(run: SavedRun) -> dict[str, Any]:
     """
     settings, progress = run.optimizer, run.progress
     updated = progress["samples_consumed"] - progress["samples_skipped"]
+    if settings.lr_trained_tokens != "none":
+        dropped = progress.get("tokens_dropped", 0) - progress.get("tokens_dropped_skipped", 0)
+        updated -= dropped // int(run.batch["seq_length"])
     decay = run.in_samples(settings.lr_decay_samples or settings.lr_decay_iters or 1)
     train_iters = int(run.batch.get("train_iters") or 0)
     return {

@@ -63,7 +63,7 @@ class Evaluator(Callback):
         """Compute the mean loss over --eval-iters global batches from a split or one of its corpora. Collective."""
         trainer = self.trainer
         iterations = trainer.config.batch.eval_iters
-        length = trainer.next_seq_length
+        length = trainer.eval_seq_length
         batch_size = trainer.config.batch.global_batch_size(trainer.world.grid.data.size)
         first = first_validation_sample(trainer.config, trainer.progress.step, batch_size) if split == "valid" else 0
         batches = trainer.data.batches(split, trainer.config, trainer.world, first, corpus=corpus, length=length)

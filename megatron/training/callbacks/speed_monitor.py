@@ -79,12 +79,14 @@ class SpeedMonitor(Callback):
         self._last_totals = (trainer.steps_taken, trainer.samples_taken.copy(), trainer.pause_s)
         new_samples = self._last_totals[1] - samples
         flops = sum(count * self.rates.flops_of_sample(length) for length, count in new_samples.items())
+        num_dropped = sum(count * trainer.seq_lengths.num_dropped(length) for length, count in new_samples.items())
         metrics |= self.rates.drain(
             self._last_totals[0] - steps,
             new_samples.total(),
             self._last_totals[2] - pause_s,
             max(self.ranks.waited_s),
             flops,
+            num_dropped,
         )
         metrics["mfu"] = self._plausible_mfu(metrics["mfu"], metrics["flops_per_s"])
         if bubble is not None:
@@ -148,26 +150,29 @@ class Rates:
         self._config, self._is_known = config, is_config_model(config, param_counts)
         self.flops_per_sample = registry.costs_of(config).flops_per_sample if self._is_known else flops_of_user_model
         self._flops_by_length = {config.batch.seq_length: self.flops_per_sample}
+        self._lengths = config.batch.seq_lengths
         self.peak_flops = peak_flops
         self._last_drain_at = time.perf_counter()
         self._first_tokens_per_s: float | None = None
-        self._later_s, self._later_samples = 0.0, 0
+        self._later_s, self._later_tokens = 0.0, 0
 
     def flops_of_sample(self, length: int) -> float:
-        """Return the FLOPs per sample if samples are split into sequences of ``length`` tokens."""
+        """Return the FLOPs per sample if samples are split into, or truncated to, sequences of ``length`` tokens."""
+        num_sequences = self._lengths.num_sequences(length)
         if not self._is_known:
-            return self.flops_per_sample
+            return self.flops_per_sample * num_sequences * length / self._lengths.full
         if length not in self._flops_by_length:
             batch = self._config.batch
             flops_per_sequence = registry.costs_of(
                 replace(self._config, batch=replace(batch, seq_length=length))
             ).flops_per_sample
-            self._flops_by_length[length] = batch.seq_length // length * flops_per_sequence
+            self._flops_by_length[length] = num_sequences * flops_per_sequence
         return self._flops_by_length[length]
 
     def drain(
-        self, num_steps: int, num_samples: int, pause_s: float = 0.0, waited_s: float = 0.0, flops: float | None = None
-    ) -> dict[str, Any]:
+        self, num_steps: int, num_samples: int, pause_s: float = 0.0, waited_s: float = 0.0, flops: float | None = None,
+        tokens_dropped: int = 0,
+    ) -> dict[str, Any]:  # fmt: skip
         """Return the rates since the last call.
 
         Args:
@@ -175,15 +180,17 @@ class Rates:
             pause_s: seconds since then that were not spent on training (evaluation, saving).
             waited_s: seconds that training waited for data.
             flops: FLOPs for these samples; None: they were read at full length.
+            tokens_dropped: tokens of these samples that were truncated.
         """
         now = time.perf_counter()
         seconds = max(now - self._last_drain_at - pause_s, 1e-9)
         self._last_drain_at = now
-        tokens_per_s = self.tokens_per_sample * num_samples / seconds
+        num_tokens = self.tokens_per_sample * num_samples - tokens_dropped
+        tokens_per_s = num_tokens / seconds
         if self._first_tokens_per_s is None:
             self._first_tokens_per_s = tokens_per_s
         else:
-            self._later_s, self._later_samples = self._later_s + seconds, self._later_samples + num_samples
+            self._later_s, self._later_tokens = self._later_s + seconds, self._later_tokens + num_tokens
         flops = (self.flops_per_sample * num_samples if flops is None else flops) / seconds
         return {
             "step_s": seconds / max(num_steps, 1),
@@ -195,9 +202,7 @@ class Rates:
 
     def mean_tokens_per_s(self) -> float | None:
         """Return the mean speed without the first record, which includes warm-up, unless it is the only one."""
-        return (
-            self.tokens_per_sample * self._later_samples / self._later_s if self._later_s else self._first_tokens_per_s
-        )
+        return self._later_tokens / self._later_s if self._later_s else self._first_tokens_per_s
 
 
 def _is_above_one(mfu: float | None) -> bool:

@@ -177,6 +177,7 @@ class StabilityGuard(Callback):
         trainer, samples, old_history = self.trainer, self.trainer.samples, self.history
         if self._checkpointer is None:
             raise self._patience_error(reason, " There is no checkpoint to roll back to.")
+        tokens_dropped = trainer.progress.tokens_dropped  # of all samples up to the last one
         self.load_state_dict({})  # the default for a checkpoint without a state of the guard
         try:
             checkpoint = self._checkpointer.roll_back(up_to_step=old_history.good_step)
@@ -186,6 +187,8 @@ class StabilityGuard(Callback):
         first, step = trainer.progress.samples_consumed, trainer.progress.step
         trainer.progress.samples_consumed = samples.last + 1
         trainer.progress.samples_skipped += samples.last + 1 - first  # the learning rate continues from the checkpoint
+        trainer.progress.tokens_dropped_skipped += tokens_dropped - trainer.progress.tokens_dropped
+        trainer.progress.tokens_dropped = tokens_dropped
         self._restore_counters(step, old_history)
         if self.history.returns > MAX_ROLLBACKS:
             note = f" The run has already rolled back to {checkpoint} {MAX_ROLLBACKS} times without success."

@@ -38,7 +38,8 @@ def _parts(config: Config, device_type: str, needs_deepspeed: bool) -> Iterator[
     is_dropping = max(config.model.attention_dropout, config.model.hidden_dropout) > 0
     if is_dropping and not config.model.layout_independent_dropout:
         yield "dropout"
-    if config.batch.has_growing_batch or config.batch.seq_length_schedule:
+    has_lengths = config.batch.seq_length_schedule or config.batch.seq_length_curriculum
+    if config.batch.has_growing_batch or has_lengths:
         yield "schedules of batch size and sequence length"
 
 
