@@ -90,6 +90,7 @@ class RecordingData:
         samples_consumed: int = 0,
         corpus: str | None = None,
         length: int | None = None,
+        steps_taken: int = 0,
     ) -> TimedBatches:
         is_shortened = length is not None and length < config.batch.seq_length
         return TimedBatches(
@@ -108,7 +109,7 @@ class FakeSpeedMonitor(SpeedMonitor):
         self._last_totals = (0, Counter(), 0.0)
         self.rates: Any = SimpleNamespace(
             flops_of_sample=lambda length: 0.0,
-            drain=lambda steps, samples, pause, waited, flops: {
+            drain=lambda steps, samples, pause, waited, flops, dropped: {
                 "mfu": None,
                 "step_s": 1.0,
                 "tokens_per_s": 1.0,
