@@ -99,7 +99,7 @@ def append(
     Args:
         exclusion: digest of the documents of --exclude; None without the flag.
     """
-    sizes = config.batch.batch_sizes(topology.data)
+    sizes, curriculum = config.batch.batch_sizes(topology.data), config.batch.seq_lengths.curriculum
     entry = {
         "step": step,
         "samples": samples,
@@ -110,9 +110,8 @@ def append(
         "layout": topology.axis_sizes(),
         **({"skipped_steps": config.batch.iterations_to_skip} if config.batch.skipped_steps else {}),
         **({"exclusion": exclusion} if exclusion else {}),
+        **({"curriculum": curriculum} if curriculum else {}),
     }
-    if curriculum := config.batch.seq_lengths.curriculum:
-        entry["curriculum"] = curriculum
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / FILE_NAME, "a", encoding="utf-8") as file:
         file.write(json.dumps(entry) + "\n")
