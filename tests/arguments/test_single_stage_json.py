@@ -79,6 +79,8 @@ def test_other_keys_are_parsed_ignored_or_rejected() -> None:
         assert key.is_ignored and key.description, name
     for section, keys in deepspeed_keys.SECTIONS.items():
         assert section not in PASSED_TO_ENGINE
+        if section == "curriculum_learning":  # the whole section sets one field
+            continue
         for name, key in keys.items():
             is_handled = key.field or (key.is_ignored and key.description) or key.value_type == deepspeed_keys.OBJECT
             assert is_handled or f"{section}.{name}" in ("fp16.enabled", "bf16.enabled", "optimizer.type"), name
