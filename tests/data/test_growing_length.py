@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.config.batch_rampup import BatchSizes
 from megatron.config.seq_length import SeqLengths
 from megatron.data import DataLoader
-from megatron.data.collate import split_windows
+from megatron.data.collate import split_windows, truncate_windows
 from megatron.errors import SampleError
 
 FULL_LENGTH = 12
@@ -111,3 +111,24 @@ def test_full_length_samples_are_unchanged() -> None:
     assert next(iter(full_length_loader))["weight"].tolist() == [0.0, 1.0]
     with pytest.raises(SampleError, match=r"--seq-length \+ 1 tokens.*got 'weight' of shape \(2,\)"):
         next(iter(make_loader(WeightedSamples())))
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_curriculum_keeps_first_tokens_of_every_key(num_workers: int) -> None:
+    """Steps 3, 4, ... of a run, whose lengths follow the number of the step, not the samples consumed."""
+    lengths = SeqLengths(FULL_LENGTH, curriculum=((1, 3), (4, 5), (5, FULL_LENGTH)))
+    loader = make_loader(
+        ConsecutiveSamples("mask"), lengths, samples_consumed=20, steps_taken=2, num_workers=num_workers
+    )
+    for step, (batch, length) in enumerate(zip(loader, (3, 5, FULL_LENGTH, FULL_LENGTH), strict=False)):
+        first = torch.tensor([[20 + 2 * step], [21 + 2 * step]]) * FULL_LENGTH
+        expected = first + torch.arange(length + 1)
+        assert torch.equal(batch["text"], expected) and torch.equal(batch["mask"], -expected.int())
+        assert batch["text"].is_contiguous()
+        if step == 3:
+            break
+
+
+def test_curriculum_rejects_samples_without_a_label() -> None:
+    with pytest.raises(SampleError, match="--seq-length-curriculum needs samples with --seq-length"):
+        truncate_windows("text", torch.zeros(2, 4), 4)
