@@ -92,7 +92,7 @@ def cases() -> dict[str, Case]:
             DecoderModel, mpt_model_args(**DROPOUT_RATES), decoder_fields("tokens", "segment_ids", **document_kwargs)
         ),
         "llama, experts": Case(DecoderModel, small_model_args(**EXPERT_ARGS), vars(make_batch())),
-        "residual experts": Case(DecoderModel, small_model_args(**RESIDUAL_EXPERT_ARGS), vars(make_batch())),
+        "gpt2, residual experts": Case(DecoderModel, small_model_args(**RESIDUAL_EXPERT_ARGS), vars(make_batch())),
         "bert": Case(BertModel, bert_model_args(**DROPOUT_RATES), bert_fields),
         "t5": Case(
             T5Model, t5_model_args(**{**MODEL_VARIANTS["T5 v1.1"], **RECOMPUTED_ARGS}), t5_fields(with_documents=True)
