@@ -89,8 +89,8 @@ class OptimizerConfig:
     )
     lr_trained_tokens: str = option(
         "none",
-        "with --seq-length-curriculum: phases of a learning-rate schedule in samples that count --seq-length tokens "
-        "after truncation as a sample: none, decay (the warm-up counts samples) or all; set by --lr-decay-tokens",
+        "with --seq-length-curriculum: the parts of the learning-rate schedule that count the tokens left after "
+        "truncation instead of samples: none, decay (after a warm-up in samples) or all; set by --lr-decay-tokens",
         choices=("none", "decay", "all"),
     )
     lr_warmup_iters: int | None = option(
